@@ -1,6 +1,7 @@
 """The engine service as the front's callers see it: with a caller's own key, or, where it asks for none, for all callers.
 
 The engine alone knows keys: a bearer token is shown to it, and decides on the tenant there. The front has no token of its own.
+Where other hosts reach the front, an engine that asks for no keys is not shown to them.
 What the engine says of its model is kept for some seconds; what its tokens spell is kept as long as the model is the same.
 """
 
@@ -12,6 +13,7 @@ import grpc
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, Credentials, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.http.errors import HttpError
 from kvkeeper.http.responses import Form, choose_form
 
 _MODEL_S = 5.0
@@ -53,9 +55,16 @@ class Engine:
 class Engines:
     """One engine by the keys of callers."""
 
-    def __init__(self, target: str, form: str | None = None) -> None:
-        """target: address of the engine service. form: as for Engine. Raises KvkeeperError."""
-        self._target, self._form = target, form
+    def __init__(self, target: str, form: str | None = None, *, needs_keys: bool = False) -> None:
+        """
+        Args:
+            target: address of the engine service.
+            form: as for Engine.
+            needs_keys: whether callers are served only by an engine that asks for keys.
+
+        Raises KvkeeperError.
+        """
+        self._target, self._form, self._needs_keys = target, form, needs_keys
         self._credentials = replace(Credentials.of_environment(), token_file=None)
         self._open = Engine(self._connect(""), form)
         self._by_key: dict[str, Engine] = {}  # of keys that the engine knows
@@ -64,7 +73,7 @@ class Engines:
         return AsyncEngineClient(self._target, CallOptions(), replace(self._credentials, token=key))
 
     async def find(self, key: str) -> Engine:
-        """The engine for this key; empty: none was shown. Raises KvkeeperError."""
+        """The engine for this key; empty: none was shown. Raises KvkeeperError, and HttpError where keys are needed."""
         if key in self._by_key:
             await self._by_key[key].refresh()
             return self._by_key[key]
@@ -74,6 +83,8 @@ class Engines:
             if error.code is not grpc.StatusCode.UNAUTHENTICATED or not key:
                 raise
         else:
+            if self._needs_keys:
+                raise HttpError(503, "other hosts reach this address, and the engine asks for no keys: it needs --auth-tokens")
             return self._open
         engine = Engine(self._connect(key), self._form)
         try:

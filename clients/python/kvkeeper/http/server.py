@@ -7,6 +7,7 @@ import asyncio
 import os
 import resource
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -66,8 +67,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def serve(app: Any, listen: str, *, num_workers: int = 1) -> None:
-    """Serves until a signal. app: an application, or the name of what makes it, as several processes need it."""
+def serve(app: Any, listen: str, *, num_workers: int = 1, tls: tuple[Path, Path] | None = None) -> None:
+    """Serves until a signal.
+
+    app: an application, or the name of what makes it, as several processes need it.
+    tls: certificate and key, in PEM, which are read once.
+    """
     host, _, port = listen.rpartition(":")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:  # each connection has a descriptor
@@ -77,6 +82,8 @@ def serve(app: Any, listen: str, *, num_workers: int = 1) -> None:
         "log_config": None, "access_log": False, "server_header": False, "timeout_keep_alive": _KEEP_ALIVE_S,
         "timeout_graceful_shutdown": _GRACE_S, "factory": isinstance(app, str),
     }  # fmt: skip
+    if tls is not None:
+        settings["ssl_certfile"], settings["ssl_keyfile"] = tls
     if num_workers == 1:
         uvicorn.run(app, **settings)
         return

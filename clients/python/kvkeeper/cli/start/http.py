@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvkeeper.cli.console.addresses import add_engine_flag
@@ -26,6 +27,7 @@ LISTEN = "127.0.0.1:8000"
 _POLL_S = 0.02
 _ANSWER_S = 5.0
 _ENGINE_VARIABLE, _FORM_VARIABLE = "KVKEEPER_ENGINE_LISTEN", "KVKEEPER_HTTP_RESPONSE_FORM"
+_KEYS_VARIABLE = "KVKEEPER_HTTP_NEEDS_KEYS"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +40,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--response-form", metavar="NAME", help="how the model writes thoughts and calls (default: as its chat template shows)"
     )
+    parser.add_argument(
+        "--https-cert", metavar="FILE", type=Path, help="certificate, in PEM: clients speak HTTPS, also from other hosts"
+    )
+    parser.add_argument("--https-key", metavar="FILE", type=Path, help="its key, which this user alone may read")
     add_engine_flag(parser, shows_token=False)
+
+
+def refuse_tls(args: argparse.Namespace, typed: Sequence[str]) -> None:
+    """Ends with a usage error where the front beside both services is to speak TLS: it is reached from this host alone."""
+    if any(flag.startswith("--https") for flag in typed):
+        args.usage_error("--http-https-cert: `kvkeeper http` by itself speaks TLS; this one is reached from this host alone")
 
 
 def service(listen: str, engine: str, typed: Sequence[str]) -> Service:
@@ -47,15 +59,24 @@ def service(listen: str, engine: str, typed: Sequence[str]) -> Service:
     return Service(NAME, start, partial(until_serving, listen))
 
 
-def refuse(args: argparse.Namespace, flag: str, listen: str, modules: Sequence[str] = MODULES, extra: str = NAME) -> int | None:
+def refuse(
+    args: argparse.Namespace,
+    flag: str,
+    listen: str,
+    modules: Sequence[str] = MODULES,
+    extra: str = NAME,
+    *,
+    has_tls: bool = False,
+) -> int | None:
     """The exit code where a front cannot listen there, which is reported; else None.
 
-    modules: those that it needs, of this extra.
+    modules: those that it needs, of this extra. has_tls: then other hosts may reach it.
     """
     from kvkeeper.common.service.listen import AddressInUse, check_free
-    from kvkeeper.common.service.settings import METRICS_ADDRESS
+    from kvkeeper.common.service.settings import LISTEN_ADDRESS, METRICS_ADDRESS
 
-    if wrong := METRICS_ADDRESS.refusal(listen) if listen else "host:port":
+    form = LISTEN_ADDRESS if has_tls and not listen.startswith("unix:") else METRICS_ADDRESS
+    if wrong := form.refusal(listen) if listen else "host:port":
         args.usage_error(f"{flag}: {wrong}")
     text = f"{' and '.join(missing(*modules))}: not installed; install with: {install_command(extra)}"
     if not missing(*modules):
@@ -69,8 +90,12 @@ def refuse(args: argparse.Namespace, flag: str, listen: str, modules: Sequence[s
 
 
 def run(args: argparse.Namespace) -> int:
-    if (exit_code := refuse(args, "--listen", args.listen)) is not None:
+    tls = None if args.https_cert is None else (args.https_cert, args.https_key)
+    if (exit_code := refuse(args, "--listen", args.listen, has_tls=tls is not None)) is not None:
         return exit_code
+    if (exit_code := _refuse_files(args)) is not None:
+        return exit_code
+    from kvkeeper.common.service.settings import is_local
     from kvkeeper.http.responses import UnknownForm, choose_form
 
     try:
@@ -86,12 +111,31 @@ def run(args: argparse.Namespace) -> int:
     os.environ[_ENGINE_VARIABLE] = args.engine  # workers read it
     if args.response_form is not None:
         os.environ[_FORM_VARIABLE] = args.response_form
+    if not is_local(args.listen):
+        os.environ[_KEYS_VARIABLE] = "1"
     if args.workers == 1:
-        serve(make(), args.listen)
+        serve(make(), args.listen, tls=tls)
     else:
         os.environ[PARENT_VARIABLE] = str(os.getpid())
-        serve(f"{__name__}:make", args.listen, num_workers=args.workers)
+        serve(f"{__name__}:make", args.listen, num_workers=args.workers, tls=tls)
     return EXIT_OK
+
+
+def _refuse_files(args: argparse.Namespace) -> int | None:
+    """The exit code where certificate and key cannot be used, which is reported; else None."""
+    if (args.https_cert is None) != (args.https_key is None):
+        args.usage_error("--https-cert and --https-key: they go together")
+    if args.https_cert is None:
+        return None
+    from kvkeeper.common.trust.private_file import FileRefused
+    from kvkeeper.common.trust.tls import ServerTls
+
+    try:
+        ServerTls(args.https_cert, args.https_key, None)
+        return None
+    except FileRefused as error:
+        complain(str(error), reason="NOT_STARTED", is_json=getattr(args, "json", False))
+        return EXIT_FAILED
 
 
 def make() -> Any:
@@ -103,7 +147,8 @@ def make() -> Any:
     if not end_with_parent():
         sys.exit(EXIT_FAILED)
     log.configure("info", "http")
-    return make_app(Engines(os.environ[_ENGINE_VARIABLE], os.environ.get(_FORM_VARIABLE)))
+    needs_keys = _KEYS_VARIABLE in os.environ
+    return make_app(Engines(os.environ[_ENGINE_VARIABLE], os.environ.get(_FORM_VARIABLE), needs_keys=needs_keys))
 
 
 async def until_serving(listen: str) -> None:

@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     flags = up.checked_flags(args, _GATEWAY if args.gateway else http.NAME)
     if isinstance(flags, int):
         return flags
+    if not args.gateway:
+        http.refuse_tls(args, flags[http.NAME])
     front = _gateway(args, flags) if args.gateway else http.service(args.http, args.engine_listen, flags[http.NAME])
     together = Together([*up.make_services(args, flags), front], partial(_ready_text, args), is_json=args.json)
     return together.run(f"stopped; the {front.name} and both services have ended")

@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         return flags
     services = make_services(args, flags)
     if args.http:
+        http.refuse_tls(args, flags[http.NAME])
         services.append(http.service(args.http, args.engine_listen, flags[http.NAME]))
     together = Together(services, partial(_ready_text, args), is_json=args.json)
     return together.run("stopped; all services have ended" if args.http else "stopped; both services have ended")
