@@ -70,6 +70,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps({"ready": True, "http": base, "engine": args.engine_listen, "cache": args.cache_listen, "model": name,
                            "curl": curl, "openai": openai})  # fmt: skip
-    rows = [("http", base), ("engine service", args.engine_listen), ("cache service", args.cache_listen),
+    rows = [("http", base), *([] if args.gateway else [("page", f"http://{args.http}/")]),
+            ("engine service", args.engine_listen), ("cache service", args.cache_listen),
             ("model", model_line(model)), ("curl", curl), ("openai", openai)]  # fmt: skip
     return f"ready\n{facts(rows, '  ')}"

@@ -148,7 +148,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
     rows = [
         ("cache service", args.cache_listen),
         ("engine service", args.engine_listen),
-        *([("http", f"http://{args.http}/v1")] if args.http else []),
+        *([("http", f"http://{args.http}/v1"), ("page", f"http://{args.http}/")] if args.http else []),
         ("model", model_line(model)),
         ("longest", f"{model.max_tokens_per_sequence:,} tokens, prompt and output"),
         ("pool", "; ".join(pools)),
