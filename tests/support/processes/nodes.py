@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeeper.cli.start import gateway
+from kvkeeper.cli.start.http import until_serving
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.support.processes.fleet import DEADLINE_S, Fleet
@@ -100,7 +101,7 @@ class Nodes:
             )  # fmt: skip
         await until(self.num_healthy, len(self.nodes))
         async with asyncio.timeout(DEADLINE_S):
-            await gateway.until_serving(self._address)
+            await until_serving(self._address, gateway.PROBE)
 
     async def stop_gateway(self) -> None:
         if self._process is not None and self._process.returncode is None:

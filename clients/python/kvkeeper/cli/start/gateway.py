@@ -5,18 +5,14 @@ parent, and runs it in this process, without the drawing that it begins with. It
 our stderr is no terminal.
 """
 
-import asyncio
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 
 from kvkeeper.cli.start.services import end_with_parent
 
 MODULE = "smg"
-_POLL_S = 0.1
-_ANSWER_S = 5.0
+PROBE = "/readiness"  # succeeds once it serves a model and has its tokenizer; it does not log a probe
 # An engine that was started again has its requests within seconds, not minutes.
 _WATCHFUL = ("--health-check-interval-secs", "2", "--health-success-threshold", "1", "--cb-timeout-duration-secs", "2")
 # What it logs, by its own parts: warnings, but not that it asks no caller for a credential, which is so on this host, nor what
@@ -30,21 +26,6 @@ def flags(http: str, engine: str, typed: Sequence[str]) -> list[str]:
     known = ("--host", host.strip("[]"), "--port", port, "--worker-urls", f"grpc://{engine}", "--prometheus-host", "127.0.0.1")
     form = [] if sys.stderr.isatty() else ["--log-json"]
     return [*known, *_WATCHFUL, *form, *typed]
-
-
-async def until_serving(http: str) -> None:
-    """Returns when the gateway serves a model and has its tokenizer; the caller limits the time."""
-    while not await asyncio.to_thread(_is_ready, http):  # noqa: ASYNC110  the event is in another process
-        await asyncio.sleep(_POLL_S)
-
-
-def _is_ready(http: str) -> bool:
-    """Whether its probe succeeds; the gateway does not log a probe."""
-    try:
-        with urllib.request.urlopen(f"http://{http}/readiness", timeout=_ANSWER_S):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def main(argv: Sequence[str]) -> None:

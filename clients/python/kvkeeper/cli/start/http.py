@@ -151,15 +151,15 @@ def make() -> Any:
     return make_app(Engines(os.environ[_ENGINE_VARIABLE], os.environ.get(_FORM_VARIABLE), needs_keys=needs_keys))
 
 
-async def until_serving(listen: str) -> None:
-    """Returns when it serves; the caller limits the time."""
-    while not await asyncio.to_thread(_is_ready, listen):  # noqa: ASYNC110  the event is in another process
+async def until_serving(listen: str, path: str = "/health") -> None:
+    """Returns when this probe of a front or gateway succeeds; the caller limits the time."""
+    while not await asyncio.to_thread(_is_ready, f"http://{listen}{path}"):  # noqa: ASYNC110  the event is in another process
         await asyncio.sleep(_POLL_S)
 
 
-def _is_ready(listen: str) -> bool:
+def _is_ready(probe: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{listen}/health", timeout=_ANSWER_S):
+        with urllib.request.urlopen(probe, timeout=_ANSWER_S):
             return True
     except (urllib.error.URLError, OSError):
         return False

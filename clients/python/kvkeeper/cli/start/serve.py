@@ -56,7 +56,7 @@ def _gateway(args: argparse.Namespace, flags: dict[str, list[str]]) -> Service:
         args.usage_error("--engine-listen: host:port, which the gateway can reach")
     flags["engine"] += ["--gateway", "on"]
     start = partial(ServiceProcess.start, _GATEWAY, gateway.flags(args.http, args.engine_listen, flags[_GATEWAY]))
-    return Service(_GATEWAY, start, partial(gateway.until_serving, args.http))
+    return Service(_GATEWAY, start, partial(http.until_serving, args.http, gateway.PROBE))
 
 
 async def _ready_text(args: argparse.Namespace) -> str:
