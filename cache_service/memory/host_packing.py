@@ -1,8 +1,8 @@
 """HostPacking: blocks of numbers on their way to the tiers below the device, where they are kept in few bits, and back.
 
-Owns the layout of a block there: for each layer of a block K and then V, each of them the elements of its tokens, and behind
-these their scales. Each token and head has a scale of its own, so slots that no token has filled yet harm no other. A pool that
-keeps its blocks as they are has none of this.
+Owns the layout of a block there: sides, which are for each layer of a block K and then V, or all of a block at once
+(KvSpec.host_sides); each of them the elements of its heads, and behind these their scales. Each token and head has a scale of
+its own, so slots that no token has filled yet harm no other. A pool that keeps its blocks as they are has none of this.
 """
 
 import numpy as np
@@ -17,10 +17,9 @@ class HostPacking:
     def __init__(self, spec: KvSpec) -> None:
         assert spec.host_kv_dtype, "blocks that are kept as they are need no packing"
         self._format, self._element_type = spec.host_kv_dtype, spec.element_type
-        self._sides = spec.layers_per_block * 2
-        self._heads = self._sides, spec.block_size, spec.num_kv_heads
-        num_heads = spec.block_size * spec.num_kv_heads
-        self._row_bytes = spec.head_dim * HOST_BITS[self._format] // 8
+        self._sides, num_heads, head_dim = spec.host_sides
+        self._heads = self._sides, num_heads
+        self._row_bytes = head_dim * HOST_BITS[self._format] // 8
         self._elements_bytes = num_heads * self._row_bytes
         self._side_bytes = self._elements_bytes + num_heads * SCALE_BYTES
 

@@ -62,7 +62,8 @@ class KvCalls:
             _table(live.pool, readable.view, layer_idx, first, count)
         live.pool.manager.updates.note_read(live.core.id, sequence_id)
         for layer_idx in layers:
-            for token_idx, num_tokens in _chunks(rows, first, count):
+            heads = spec.layer_heads(layer_idx)
+            for token_idx, num_tokens in _chunks(rows.wire_bytes(layer_idx), first, count):
                 await self._one_item.wait_for_copies(request)  # a copy may fill the block that is read
                 readable = live.pool.manager.queries.readable(live.core.id, sequence_id)
                 key, value = _read(live.pool, rows, readable, layer_idx, token_idx, num_tokens)
@@ -73,7 +74,9 @@ class KvCalls:
                     key=key,
                     value=value,
                     kv_dtype=to_kv_dtype(rows.wire_type),
-                    stored_kv_dtype=to_kv_dtype(live.pool.info.spec.element_type),
+                    stored_kv_dtype=to_kv_dtype(spec.element_type),
+                    num_kv_heads=heads.num_kv_heads,
+                    head_dim=heads.head_dim,
                 )
 
     async def write_kv(self, requests: AsyncIterator[pb.WriteKvRequest]) -> pb.WriteKvResponse:
@@ -121,9 +124,9 @@ def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> N
     check_readable(view.retention, view.num_committed_tokens, first_token_idx, num_tokens)
 
 
-def _chunks(rows: KvRows, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+def _chunks(row_bytes: int, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
     """Cuts a token range into (first token, number of tokens) of one message each."""
-    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * rows.wire_bytes))
+    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * row_bytes))
     for first in range(first_token_idx, first_token_idx + num_tokens, per_chunk):
         yield first, min(per_chunk, first_token_idx + num_tokens - first)
 
@@ -151,8 +154,8 @@ def _write(
     value: bytes,
 ) -> None:
     """Writes K and V, [num_tokens, wire_bytes] each, into slots that are granted and not committed. Raises InvalidField."""
-    row_bytes = rows.wire_bytes
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
+    row_bytes = rows.wire_bytes(layer_idx)
     if not key or len(key) % row_bytes or len(key) != len(value):
         raise InvalidField(f"key and value hold {row_bytes} bytes a token, 1 token or more", field="key", limit=row_bytes)
     num_tokens = len(key) // row_bytes

@@ -17,7 +17,7 @@ from tests.support.processes.service_pair import Services, generate, services, t
 from tests.support.worlds.cache_api import SPEC, Api
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_LATER = Versions(oldest=3, newest=4)
+OF_LATER = Versions(oldest=4, newest=5)
 
 
 @pytest.mark.parametrize(("named", "spoken"), [(0, 1), (1, 1), (2, 2), (3, 3), (4, 3), (1000, 3)])
@@ -25,12 +25,12 @@ def test_a_session_speaks_the_older_version(named: int, spoken: int) -> None:
     assert Versions(oldest=1, newest=3).of_session(named) == spoken
 
 
-@pytest.mark.parametrize("named", [0, 1, 2])
+@pytest.mark.parametrize("named", [0, 1, 2, 3])
 def test_a_client_that_is_too_old_is_told_what_to_upgrade(named: int) -> None:
-    with pytest.raises(ProtocolVersionUnsupported, match="3 to 4: upgrade the client") as refused:
+    with pytest.raises(ProtocolVersionUnsupported, match="4 to 5: upgrade the client") as refused:
         OF_LATER.of_session(named)
     assert refused.value.metadata == {
-        "protocol_version": str(named or 1), "oldest_protocol_version": "3", "newest_protocol_version": "4",
+        "protocol_version": str(named or 1), "oldest_protocol_version": "4", "newest_protocol_version": "5",
     }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ async def test_a_client_refuses_a_service_that_is_too_old(api: Api, monkeypatch:
     monkeypatch.setattr(client_cache, "PROTOCOL_VERSION", SPOKEN.newest + 2)
     monkeypatch.setattr(client_cache, "OLDEST_PROTOCOL_VERSION", SPOKEN.newest + 1)
     async with AsyncCacheClient(api.server.address) as client:
-        with pytest.raises(KvkeeperError, match=r"version 2 .* 3 to 4: upgrade the cache service") as refused:
+        with pytest.raises(KvkeeperError, match=r"version 3 .* 4 to 5: upgrade the cache service") as refused:
             await client.open_session(SPEC)
     assert refused.value.reason == "PROTOCOL_VERSION_UNSUPPORTED"
 

@@ -10,7 +10,8 @@ SHA-256, over the parent's name and the tokens, as the protocol's comment on Wat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Final, TypeVar
+from math import gcd
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -82,6 +83,25 @@ def first_reads(spans: Sequence[ReadSpan], positions: _Positions) -> _Positions:
     return np.stack([found[span] for span in spans], 1)
 
 
+class Heads(NamedTuple):
+    """The shape of K, or of V, of one token in one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+class HostSides(NamedTuple):
+    """How a block is divided below the device where it is kept in few bits: each head of a side has a scale."""
+
+    num_sides: int
+    num_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers whose K and V of a token lie in one block. window: tokens that each token reads, itself included; 0: all.
@@ -93,6 +113,8 @@ class LayerGroup:
 
     state_bytes: of the states of these layers behind one token, which a block has instead of K and V, and of which each
     checkpoint_blocks-th is kept; 0: no states.
+
+    num_kv_heads, head_dim: of its layers, where they are others than the spec's; else both are 0.
     """
 
     layers: tuple[int, ...]
@@ -103,6 +125,8 @@ class LayerGroup:
     is_chunked: bool = False
     state_bytes: int = 0
     checkpoint_blocks: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
 
     @property
     def has_states(self) -> bool:
@@ -120,7 +144,7 @@ class KvSpec:
 
     key is equal exactly for specs that may share K and V, fields of newer clients included. A spec has layers, heads, elements
     and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0. With groups a block
-    has the layers of one group, and the bytes of the largest with K and V; states are no larger.
+    has the layers of one group, with that group's heads, and the bytes of the largest with K and V; states are no larger.
 
     With several ranks the numbers of heads, elements and bytes are those of each rank alone: each has its share of every block
     in an arena of its own, under the same number.
@@ -147,13 +171,17 @@ class KvSpec:
         """Whether only the clients know where in a block K and V are."""
         return self.page_bytes > 0
 
-    @property
-    def token_bytes(self) -> int:
+    def layer_heads(self, layer_idx: int) -> Heads:
+        """The heads of a layer."""
+        return next((self._group_heads(group) for group in self.groups if layer_idx in group.layers), self._heads)
+
+    def token_bytes(self, layer_idx: int) -> int:
         """Bytes of K, or of V, of one token in one layer. Not of opaque pages."""
         assert not self.is_opaque, "calls that need rows of K and V refuse opaque pages"
+        heads = self.layer_heads(layer_idx)
         if self.scaled_bits:
-            return self.num_kv_heads * (self.head_dim * self.scaled_bits // 8 + _SCALE_BYTES)
-        return self.num_kv_heads * self.head_dim * self.item_bytes
+            return heads.num_kv_heads * (heads.head_dim * self.scaled_bits // 8 + _SCALE_BYTES)
+        return heads.num_elements * self.item_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -161,8 +189,8 @@ class KvSpec:
         if self.scaled_bits:
             element = self.num_kv_heads * self.head_dim
             tail = max((len(group.layers) * element * group.tail_item_bytes for group in self.groups), default=0)
-            return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes) // _ALIGNMENT) * _ALIGNMENT
-        return self.page_bytes or self.layers_per_block * 2 * self.block_size * self.token_bytes
+            return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes(0)) // _ALIGNMENT) * _ALIGNMENT
+        return self.page_bytes or self._num_elements * self.item_bytes
 
     @property
     def has_states(self) -> bool:
@@ -183,32 +211,48 @@ class KvSpec:
     def stored_as(self, host_kv_dtype: str) -> "KvSpec":
         """The same with blocks below the device in this format; as they are, where they are none of numbers without scales.
 
-        So are heads whose length the format cannot hold, or so short that with their scales they would take no fewer bytes,
-        specs of a time that did not name the type of an element, and pools some of whose blocks are states.
+        So are heads whose length (HostSides.head_dim) the format cannot hold, or so short that with their scales they take no
+        fewer bytes, specs of a time that did not name the type of an element, and pools some of whose blocks are states.
         """
         bits = HOST_BITS.get(host_kv_dtype, 0)
         are_numbers = self.element_type and not self.scaled_bits and not self.has_states
-        fits = bits and are_numbers and self.head_dim % (16 // bits) == 0
+        fits = bits and are_numbers and self.host_sides.head_dim % (16 // bits) == 0
         stored = replace(self, host_kv_dtype=host_kv_dtype if fits else "")
         return stored if stored.host_block_bytes < self.block_bytes else replace(self, host_kv_dtype="")
 
     @property
     def stored_key(self) -> bytes:
         """What blocks below the device must have in common to be found: the key, and the format that they are kept in."""
-        return self.key + b"\0host " + self.host_kv_dtype.encode() if self.host_kv_dtype else self.key
+        if not self.host_kv_dtype:
+            return self.key
+        heads = f" heads of {self.host_sides.head_dim}" if self._has_own_heads else ""
+        return self.key + f"\0host {self.host_kv_dtype}{heads}".encode()
 
     @property
     def host_block_bytes(self) -> int:
         """Bytes of one block of one rank below the device.
 
-        In few bits it is [layers_per_block, 2] sides, each the elements [block_size, num_kv_heads, head_dim] and behind them
-        their scales [block_size, num_kv_heads], as in KV_LAYOUT_SCALED.
+        In few bits it is host_sides, each the elements [num_heads, head_dim] and behind them their scales [num_heads], as in
+        KV_LAYOUT_SCALED.
         """
         if not self.host_kv_dtype:
             return self.block_bytes
-        head_bytes = self.head_dim * HOST_BITS[self.host_kv_dtype] // 8 + _SCALE_BYTES
-        num_bytes = self.layers_per_block * 2 * self.block_size * self.num_kv_heads * head_bytes
-        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        num_sides, num_heads, head_dim = self.host_sides
+        head_bytes = head_dim * HOST_BITS[self.host_kv_dtype] // 8 + _SCALE_BYTES
+        return -(-num_sides * num_heads * head_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def host_sides(self) -> HostSides:
+        """A side is K or V of a layer. Of blocks of numbers.
+
+        A block does not tell its group. So where groups have heads of their own, all of a block is one side, in heads whose
+        length divides those of all groups: the parts of a longer head have scales of their own.
+        """
+        if self._has_own_heads:
+            head_dim = gcd(*(self._group_heads(group).head_dim for group in self.groups if not group.has_states))
+            return HostSides(1, self._num_elements // head_dim, head_dim)
+        num_heads = self.block_size * self.num_kv_heads
+        return HostSides(self._num_elements // (num_heads * self.head_dim), num_heads, self.head_dim)
 
     @property
     def stored_bytes(self) -> int:
@@ -216,8 +260,21 @@ class KvSpec:
         return self.num_ranks * self.host_block_bytes
 
     @property
-    def layers_per_block(self) -> int:
-        return max((len(group.layers) for group in self.groups if not group.has_states), default=self.num_layers)
+    def _heads(self) -> Heads:
+        return Heads(self.num_kv_heads, self.head_dim)
+
+    @property
+    def _has_own_heads(self) -> bool:
+        return any(group.num_kv_heads for group in self.groups)
+
+    def _group_heads(self, group: LayerGroup) -> Heads:
+        return Heads(group.num_kv_heads, group.head_dim) if group.num_kv_heads else self._heads
+
+    @property
+    def _num_elements(self) -> int:
+        """Elements of K and V in a block of the largest group. Of blocks without scales."""
+        own = (len(group.layers) * self._group_heads(group).num_elements for group in self.groups if not group.has_states)
+        return 2 * self.block_size * max(own, default=self.num_layers * self._heads.num_elements)
 
 
 def first_parent(spec_key: bytes, scope: str) -> bytes:

@@ -49,7 +49,7 @@ class Description:
             if not fields["spec"][name]:
                 del fields["spec"][name]
         for group in fields["spec"]["groups"]:
-            for name in ("state_bytes", "checkpoint_blocks"):
+            for name in ("state_bytes", "checkpoint_blocks", "num_kv_heads", "head_dim"):
                 if not group[name]:
                     del group[name]
         if not self.spec.groups:  # as before there were groups
@@ -69,8 +69,6 @@ class Description:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FileRefused("its description cannot be read") from None
         counts = [getattr(decoded, name) for name in _COUNT_FIELDS]
-        if decoded.spec.host_kv_dtype and not (decoded.pool and _is_packed(decoded.spec)):
-            raise FileRefused("its description names a format that its blocks cannot be kept in")
         counts += _list_counts(decoded.spec) + ([decoded.pool] if decoded.pool != 0 else [])
         texts = decoded.spec.model_id, decoded.spec.element_type, decoded.spec.host_kv_dtype, decoded.device, decoded.held
         if not all(type(count) is int and 0 < count < 1 << 63 for count in counts) or any(
@@ -79,6 +77,8 @@ class Description:
             raise FileRefused("its description has a value out of range")
         if decoded.spec.groups and not _are_groups(decoded.spec):
             raise FileRefused("its description has groups that are none of its layers")
+        if decoded.spec.host_kv_dtype and not (decoded.pool and _is_packed(decoded.spec)):
+            raise FileRefused("its description names a format that its blocks cannot be kept in")
         if decoded.place != Place() and _PLACE.fullmatch(f"{decoded.device} {decoded.held}") is None:
             raise FileRefused("its description names no place")
         if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.block_bytes > decoded.num_bytes:
@@ -94,10 +94,13 @@ def _are_groups(spec: KvSpec) -> bool:
     """Whether each layer is in one group, and the first group reads all tokens."""
     layers = [layer for group in spec.groups for layer in group.layers]
     numbers = [*layers, *(number for group in spec.groups for number in (group.window, group.tail_item_bytes))]
-    numbers += [group.checkpoint_blocks for group in spec.groups]
+    for group in spec.groups:
+        numbers += group.checkpoint_blocks, group.num_kv_heads, group.head_dim
+        if type(group.state_bytes) is not int:
+            return False
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
         return False
-    if not all(_has_valid_states(spec, group) for group in spec.groups):
+    if not all(_has_valid_heads(spec, group) and _has_valid_states(spec, group) for group in spec.groups):
         return False
     if not all(group.layers and type(group.is_chunked) is bool for group in spec.groups):
         return False
@@ -111,9 +114,17 @@ def _are_groups(spec: KvSpec) -> bool:
     return sorted(layers) == every and not first.window and not first.state_bytes
 
 
+def _has_valid_heads(spec: KvSpec, group: LayerGroup) -> bool:
+    """Whether it has the spec's heads, or heads of its own in blocks of numbers."""
+    if not (group.num_kv_heads or group.head_dim):
+        return True
+    is_whole = group.num_kv_heads > 0 and group.head_dim > 0
+    return is_whole and not (spec.scaled_bits or spec.is_opaque or group.has_states or group.is_tail)
+
+
 def _has_valid_states(spec: KvSpec, group: LayerGroup) -> bool:
     """Whether it has none, or such that fit a block and have checkpoints."""
-    if type(group.state_bytes) is not int or bool(group.state_bytes) != bool(group.checkpoint_blocks):
+    if bool(group.state_bytes) != bool(group.checkpoint_blocks):
         return False
     return not group.state_bytes or (0 < group.state_bytes <= spec.block_bytes and not (group.window or group.is_tail))
 

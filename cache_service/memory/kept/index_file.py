@@ -117,7 +117,7 @@ def _record(key: int, number: int, scope: bytes) -> bytes:
     return _RECORD.pack(len(scope), zlib.crc32(struct.pack("<QQ", key, number) + scope)) + scope
 
 
-_FORMAT = 3
+_FORMAT = 4
 _MAGIC = b"kvkeeper"
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 4 * _PAGE

@@ -22,6 +22,7 @@ KV_DTYPES: Mapping[str, pb.KvDtype] = {name: number for number, name in ELEMENT_
 _SCALED_BITS: Mapping[int, int] = {pb.KV_DTYPE_FLOAT8_E4M3: 8, pb.KV_DTYPE_INT8: 8, pb.KV_DTYPE_INT4: 4}
 _PAGE_ALIGNMENT = 16
 _MOST_GROUPS = 64
+_MOST_KV_HEADS, _MOST_HEAD_DIM = 1024, 4096
 _WINDOW_KINDS = (pb.LAYER_GROUP_KIND_SLIDING_WINDOW, pb.LAYER_GROUP_KIND_CHUNKED)
 _SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, *_WINDOW_KINDS, pb.LAYER_GROUP_KIND_RECURRENT)
 _MOST_STATE_BYTES = 1 << 40
@@ -62,6 +63,9 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     whole = pb.KvSpec()
     whole.CopyFrom(spec)
     whole.tensor_parallel_size = num_ranks
+    for group in whole.groups:
+        if (group.num_kv_heads, group.head_dim) == (spec.num_kv_heads, spec.head_dim):
+            group.num_kv_heads = group.head_dim = 0
     checked = KvSpec(
         key=whole.SerializeToString(deterministic=True),
         model_id=spec.model_id,
@@ -71,7 +75,7 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
         item_bytes=1 if spec.layout == pb.KV_LAYOUT_SCALED else _ITEM_BYTES.get(spec.kv_dtype, 0),
         block_size=spec.block_size,
         page_bytes=spec.page.page_bytes,
-        groups=_groups(spec) if spec.layout == pb.KV_LAYOUT_GROUPED else _tails(spec) if spec.groups else (),
+        groups=_groups(whole) if spec.layout == pb.KV_LAYOUT_GROUPED else _tails(spec) if spec.groups else (),
         scaled_bits=_SCALED_BITS[spec.kv_dtype] if spec.layout == pb.KV_LAYOUT_SCALED else 0,
         num_ranks=num_ranks,
         element_type=ELEMENT_TYPES.get(spec.kv_dtype, ""),
@@ -108,6 +112,7 @@ def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
         if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
             raise InvalidField("layer_idx are the group's layers, ascending", field="spec.groups.layer_idx")
         _refuse_states(group)
+        _refuse_heads(group, "KV_LAYOUT_GROUPED")
         seen += group.layer_idx if at else ()
     every = list(range(spec.num_layers))
     if list(stored.layer_idx) != every or sorted(seen) != every:
@@ -132,6 +137,13 @@ def _refuse_states(group: pb.LayerGroup) -> None:
         raise InvalidField("states are of LAYER_GROUP_KIND_RECURRENT", field=field, limit=0)
 
 
+def _refuse_heads(group: pb.LayerGroup, of: str) -> None:
+    """Raises InvalidField where a group has heads of its own."""
+    if group.num_kv_heads or group.head_dim:
+        field = "spec.groups.num_kv_heads" if group.num_kv_heads else "spec.groups.head_dim"
+        raise InvalidField(f"heads of a group are for {of}", field=field, limit=0)
+
+
 def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
     """Raises InvalidField, NotImplementedYet."""
     check_range("spec.groups", len(spec.groups), 1, _MOST_GROUPS)
@@ -147,8 +159,12 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
         if group.kind == pb.LAYER_GROUP_KIND_RECURRENT:
             check_range("spec.groups.state_bytes", group.state_bytes, 1, _MOST_STATE_BYTES)
             check_range("spec.groups.checkpoint_blocks", group.checkpoint_blocks, 1, _MOST_CHECKPOINT_BLOCKS)
+            _refuse_heads(group, "groups with K and V")
         else:
             _refuse_states(group)
+        if group.num_kv_heads or group.head_dim:
+            check_range("spec.groups.num_kv_heads", group.num_kv_heads, 1, _MOST_KV_HEADS)
+            check_range("spec.groups.head_dim", group.head_dim, 1, _MOST_HEAD_DIM)
         has_window = group.kind in _WINDOW_KINDS
         check_range("spec.groups.window_tokens", group.window_tokens, int(has_window), MAX_INT32 if has_window else 0)
         if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
@@ -165,6 +181,8 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
             is_chunked=group.kind == pb.LAYER_GROUP_KIND_CHUNKED,
             state_bytes=group.state_bytes,
             checkpoint_blocks=group.checkpoint_blocks,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
         )
         for group in spec.groups
     )
@@ -183,8 +201,8 @@ def kv_spec_message(spec: KvSpec) -> pb.KvSpec:
 def _check_elements(spec: pb.KvSpec, dtypes: Mapping[int, int]) -> None:
     """dtypes: those of the layout."""
     check_range("spec.num_layers", spec.num_layers, 1, 1024)
-    check_range("spec.num_kv_heads", spec.num_kv_heads, 1, 1024)
-    check_range("spec.head_dim", spec.head_dim, 1, 4096)
+    check_range("spec.num_kv_heads", spec.num_kv_heads, 1, _MOST_KV_HEADS)
+    check_range("spec.head_dim", spec.head_dim, 1, _MOST_HEAD_DIM)
     if spec.kv_dtype not in dtypes:
         raise InvalidField("kv_dtype is an element type of KvDtype that goes with the layout", field="spec.kv_dtype")
     if spec.HasField("page"):

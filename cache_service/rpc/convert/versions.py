@@ -34,4 +34,4 @@ class Versions:
         return min(client, self.newest)
 
 
-SPOKEN = Versions(oldest=1, newest=2)
+SPOKEN = Versions(oldest=1, newest=3)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from kvkeeper.client.session import AsyncCacheSession
 
 # Of the cache service's protocol; docs/api/protocol.md says what needs a new number.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 OLDEST_PROTOCOL_VERSION = 1  # that this client can speak
+_OF_GROUP_HEADS = 3  # an older service would take all groups for such of the spec's heads
 
 
 class AsyncCacheClient:
@@ -78,7 +79,8 @@ class AsyncCacheClient:
             packs_host_blocks=packs_host_blocks,
         )
         opened = await self._transport.call_by_name("OpenSession", request)
-        _require_spoken(opened.protocol_version or 1)  # a service of before there were versions
+        least = _OF_GROUP_HEADS if any(group.num_kv_heads for group in spec.groups) else OLDEST_PROTOCOL_VERSION
+        _require_spoken(opened.protocol_version or 1, least)  # a service of before there were versions names none
         from kvkeeper.client.session import AsyncCacheSession  # with numpy
 
         return AsyncCacheSession(self._transport, opened)
@@ -101,9 +103,12 @@ class AsyncCacheClient:
         await self._transport.close()
 
 
-def _require_spoken(version: int) -> None:
-    """Raises KvkeeperError for a service that this client does not understand. What it opened ends with its lease."""
-    if version < OLDEST_PROTOCOL_VERSION:
-        mine = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+def _require_spoken(version: int, least: int) -> None:
+    """Raises KvkeeperError for a service that this client does not understand. What it opened ends with its lease.
+
+    least: the oldest version that has what the session asks for.
+    """
+    if version < least:
+        mine = f"{least} to {PROTOCOL_VERSION}"
         text = f"the service speaks version {version} of the protocol, and this client {mine}: upgrade the cache service"
         raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION_UNSUPPORTED", text)
