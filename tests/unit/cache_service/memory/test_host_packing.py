@@ -102,7 +102,7 @@ def test_a_block_of_a_group_keeps_the_layers_that_the_largest_group_has() -> Non
 def test_a_block_of_groups_with_heads_of_their_own_is_kept_in_parts_that_all_of_them_have(
     dims: tuple[int, int], part: int, host: str
 ) -> None:
-    """A block does not tell its group, so any of them comes back by the same division."""
+    """A block does not name its group, so any of them comes back by the same division."""
     own, of_spec = dims
     groups = LayerGroup((0, 2), 0, num_kv_heads=3, head_dim=own), LayerGroup((1,), 3)
     spec = spec_of(host=host, groups=groups, num_kv_heads=1, head_dim=of_spec)
