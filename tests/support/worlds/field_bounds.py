@@ -238,6 +238,7 @@ BOUNDS: dict[str, Bound] = {
     "LayerGroup.num_kv_heads": Only((0, 1, -1, 1025, 2**31 - 1), INVALID),
     "LayerGroup.head_dim": Only((0, 1, -1, 4097, 2**31 - 1), INVALID),
     "LayerGroup.kv_dtype": Only((0, 1, 6, 99, -1), INVALID),
+    "LayerGroup.page": Part(optional=True),
     "PageLayout.page_bytes": Only((0, 1, 15, 16, 2**30, 2**63 - 1, -(2**63)), INVALID),
     "PageLayout.digest": Only(("", "0" * 64, "x" * 64, "0" * 63, "0" * 5000), INVALID),
     "KvSpec.sliding_window": Number(0),
