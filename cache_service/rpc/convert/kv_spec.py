@@ -214,7 +214,7 @@ def kv_spec_message(spec: KvSpec) -> pb.KvSpec:
 
 
 def _check_elements(spec: pb.KvSpec, dtypes: Mapping[int, int]) -> None:
-    """dtypes: those of the layout. None is told where no group has any."""
+    """dtypes: those of the layout. A spec has no elements where no group has any."""
     check_range("spec.num_layers", spec.num_layers, 1, 1024)
     if spec.HasField("page"):
         raise InvalidField("page is for KV_LAYOUT_OPAQUE", field="spec.page")
