@@ -38,7 +38,7 @@ MAX_TOKENS = 1 << 22  # of a sequence
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 
 _SPECULATIONS = ("off", "prompt-look-up", "draft-model")
-_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 _KV_DTYPES = ("auto", "fp16", "bf16", "fp8", "int8", "int4")
 _CPU_KERNELS = ("auto", "compiled", "torch")
 
@@ -258,8 +258,8 @@ class EngineConfig(ServiceConfig):
         "what the model computes in, where auto is the dtype of its weights, and on a CPU mostly float32",
         choices=_DTYPES,
         details="On a CPU auto is bfloat16 where the weights are, the processor multiplies it (AVX512 BF16), the extra cpu is"
-        " installed and K and V are stored as they are computed, and else float32. int8, on a CPU: the matrix products are of"
-        " 8-bit integers, two to three times as fast and less exact; all else is float32.",
+        " installed and K and V are stored as they are computed, and else float32. int8 and int4, on a CPU with"
+        " the extra cpu: the weights of matrix products are integers of 8 or 4 bits; all else is float32.",
     )
     kv_dtype: str = _model(
         "auto",

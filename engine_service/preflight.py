@@ -24,7 +24,7 @@ from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.hub_cache import SNAPSHOTS
 from .model.checkpoint.json_file import CONFIG_FILE, read_json_object
 from .model.config import not_native, parse_model_config, why_library
-from .model.dtype_name import DTYPE_BYTES, INT8, dtype_name
+from .model.dtype_name import DTYPE_BYTES, INTEGER_BITS, dtype_name
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -125,8 +125,9 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
         raise not_native(model_type)
     elif config.tensor_parallel > 1:
         raise UnsupportedModelError("tensor parallelism of model type", model_type, "the native families")
-    elif config.dtype == INT8:
-        raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
+    elif config.dtype in INTEGER_BITS:
+        supported = f"the native families; {model_type} is computed by the transformers library"
+        raise UnsupportedModelError("dtype", config.dtype, supported)
     own_dtype, device_type = raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0]
     has_bfloat16 = is_native and wants_compiled(config) and not missing("numba") and multiplies_bfloat16()
     dtype = dtype_name(own_dtype, device_type, get_dtype(config), has_bfloat16=has_bfloat16)

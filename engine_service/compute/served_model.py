@@ -27,7 +27,7 @@ from ..model.checkpoint.unneeded import EMBEDDINGS, HEAD
 from ..model.chunked import check_chunks
 from ..model.config import ModelConfig, parse_model_config, why_library
 from ..model.decoder import Decoder
-from ..model.dtype_name import INT8, DtypeChoice
+from ..model.dtype_name import INTEGER_BITS, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup, group_layers
 from ..model.loader import list_left_out, load_model
@@ -123,7 +123,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     prepare_kernels(decoder.dtype, device)
     check_chunks(model_config.chunks, config.block_size)
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
-    name = INT8 if dtype == INT8 else _name(decoder.dtype)
+    name = dtype if dtype in INTEGER_BITS else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
     served = _by_kind(dataclasses.replace(served, num_ranks=split.num_ranks), decoder, config)
     return _ready_on_device(served, config, progress=progress)

@@ -8,14 +8,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
-from kvkeeper.kernels.activations.linear_int8 import quantise_linear
+from kvkeeper.kernels.activations.linear_integers import quantise_linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.attention.latent_attention import latent_layer
@@ -110,19 +110,22 @@ Layers = Callable[[LayersInput], LayersOutput]
 class Decoder:
     """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, is_int8: bool = False, split: Split = WHOLE) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, *, bits: Literal[8, 4] | None = None, split: Split = WHOLE
+    ) -> None:
         """Take over `weights`, layer by layer, so that packing them never needs the memory of two models.
 
         config, split: of the rank that these weights are of.
-        is_int8: projections multiply 8-bit integers; the weights are float32 on a CPU. Raises UnsupportedDeviceError where
-            this CPU cannot.
+        bits: projections multiply integers of so many bits, and the head those of 8; the weights are float32 on a CPU. None:
+            they multiply what the weights are. Raises UnsupportedDeviceError without the compiled kernels.
         """
-        pack = quantise_linear if is_int8 else pack_linear
+        pack = pack_linear if bits is None else partial(quantise_linear, bits=bits)
+        pack_head = pack_linear if bits is None else partial(quantise_linear, bits=8)
         self.config = config
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
         self._embed, self._norm = weights.embed, weights.norm
-        self._lm_head = None if weights.lm_head is None else pack(weights.lm_head)
+        self._lm_head = None if weights.lm_head is None else pack_head(weights.lm_head)
         self._add_up, self.is_whole = split.add_up, split.num_ranks == 1
         self._layers: list[LayerWeights] = []
         while weights.layers:

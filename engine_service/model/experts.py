@@ -12,12 +12,12 @@ import torch
 
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
 from kvkeeper.kernels.activations.linear import linear
-from kvkeeper.kernels.activations.linear_int8 import Int8Weight
+from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.types import LinearWeight
 
 from .experts_config import Routing
 
-Weight = LinearWeight | Int8Weight
+Weight = LinearWeight | IntegerWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_
 from .checkpoint.unneeded import EMBEDDINGS, HEAD, unneeded
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
-from .dtype_name import INT8, DtypeChoice, dtype_name
+from .dtype_name import INTEGER_BITS, DtypeChoice, dtype_name
 from .families.table import FAMILIES
 from .quantised.matrix import restored
 from .quantised.scheme import Scheme
@@ -37,7 +37,7 @@ from .weight_map import allocate_weights, biases_added_up, list_norms, pair_rota
 log = structlog.get_logger()
 Stored = TypeVar("Stored", torch.Tensor, StoredTensor)
 
-_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, INT8: torch.float32}
+_WEIGHT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
@@ -52,7 +52,7 @@ def load_model(
 
     Args:
         device: where its weights go.
-        dtype: what it computes in. auto: the weights' own, on a CPU float32 unless bfloat16 is fast. int8: of products.
+        dtype: what it computes in. auto: the weights' own, on a CPU float32 unless bfloat16 is fast. int8, int4: of products.
         progress: show a progress bar on stderr.
         split: the rank; of what it does not have nothing is read, unless the checkpoint is quantised.
 
@@ -97,9 +97,11 @@ def load_model(
         _log_scheme(config.scheme, names, weights.embed.dtype)
     _log_limit(folder, config)
     try:
-        return Decoder(own, weights, is_int8=dtype == INT8, split=split), config
+        return Decoder(own, weights, bits=INTEGER_BITS.get(dtype), split=split), config
     except UnsupportedDeviceError:
-        raise UnsupportedModelError("dtype", INT8, "CPUs for which torch has FBGEMM: x86 with AVX2") from None
+        raise UnsupportedModelError(
+            "dtype", dtype, "the compiled kernels: the extra `cpu`, without --cpu-kernels torch"
+        ) from None
 
 
 def list_left_out(names: Collection[str], config: ModelConfig, *, is_first: bool = True) -> dict[str, str]:
@@ -150,9 +152,8 @@ def _fill(
         used[name] = file_name
         if tuple(tensor.shape) != destination.shape:
             raise WeightsError(file_name, f"tensor {name} has shape {tuple(tensor.shape)}, must have {destination.shape}")
-        if tensor.dtype not in _DTYPES.values():
-            known = ", ".join(name for name in _DTYPES if name != INT8)
-            raise UnsupportedModelError("weight dtype", str(tensor.dtype), known)
+        if tensor.dtype not in _WEIGHT_DTYPES.values():
+            raise UnsupportedModelError("weight dtype", str(tensor.dtype), ", ".join(_WEIGHT_DTYPES))
         destination.fill(tensor)
 
 
@@ -197,4 +198,4 @@ def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoi
     is_native: whether the compiled kernels multiply its weights.
     """
     has_bfloat16 = is_native and compiled.serves(torch.empty(0, dtype=torch.bfloat16)) and multiplies_bfloat16()
-    return _DTYPES[dtype_name(weights_dtype, device.type, choice, has_bfloat16=has_bfloat16)]
+    return _WEIGHT_DTYPES.get(dtype_name(weights_dtype, device.type, choice, has_bfloat16=has_bfloat16), torch.float32)

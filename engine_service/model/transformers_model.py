@@ -23,7 +23,7 @@ import torch
 from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
 from .config import close_to, not_native
-from .dtype_name import INT8, DtypeChoice
+from .dtype_name import INTEGER_BITS, DtypeChoice
 from .families.table import FAMILIES
 from .loader import compute_dtype
 from .stored_attention import StoredAttention
@@ -149,8 +149,10 @@ def load_transformers_model(
             other logits on the paged arena than by itself.
         WeightsError: weights do not load or are missing.
     """
-    if dtype == INT8:
-        raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
+    if dtype in INTEGER_BITS:
+        raise UnsupportedModelError(
+            "dtype", dtype, f"the native families; {model_type} is computed by the transformers library"
+        )
     try:
         import transformers
     except ImportError:

@@ -20,7 +20,7 @@ from ..checks import on_cuda, require
 from ..cpu import compiled
 from ..cpu.products import RowBlocks, multiply
 from ..types import LinearWeight
-from .linear_int8 import Int8Weight, linear_int8
+from .linear_integers import IntegerWeight, linear_integers
 
 _OP = "linear"
 _WIDTHS = (64, 32, 16)  # outputs of oneDNN's blocks
@@ -70,15 +70,15 @@ def _is_block(blocks: RowBlocks, data: torch.Tensor, idx: int) -> bool:
     return torch.equal(found[: len(expected), : data.shape[1]], expected)
 
 
-def linear(x: torch.Tensor, weight: LinearWeight | Int8Weight) -> torch.Tensor:
-    """Return x W^T + b, [..., out_features] for x [..., in_features]; with an Int8Weight, as linear_int8 does.
+def linear(x: torch.Tensor, weight: LinearWeight | IntegerWeight) -> torch.Tensor:
+    """Return x W^T + b, [..., out_features] for x [..., in_features]; with an IntegerWeight, as linear_integers does.
 
     Raises:
         KernelArgumentError: shapes or dtypes that do not fit.
         UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    if isinstance(weight, Int8Weight):
-        return linear_int8(x, weight)
+    if isinstance(weight, IntegerWeight):
+        return linear_integers(x, weight)
     on_cuda(_OP, x)
     fits = x.shape[-1] == weight.data.shape[1] and x.dtype == weight.data.dtype
     require(fits, _OP, "x", "{} {} does not fit {}", x.dtype, x.shape, weight.data.shape)

@@ -24,8 +24,9 @@ _OF_EACH_DTYPE: Final = {
     "attend_prefill": "attention_kernels",
 }
 _OF_ONE: Final = {
-    "quantise_rows": "int8_kernels",
-    "multiply_int8": "int8_kernels",
+    "quantise_rows": "integer_kernels",
+    "multiply_int8": "integer_kernels",
+    "multiply_int4": "integer_kernels",
     "penalise": "penalty_kernels",
     "run_program": "program_kernels",
 }

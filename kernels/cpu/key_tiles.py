@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .kernel_parts import helper
-from .tiles import BFLOAT16, INT, LANES, LONG, MOST_ROWS, MOST_VECTORS, Vectors, call_outlined, emit_by_size
+from .tiles import BFLOAT16, INT, LANES, LONG, MOST_ROWS, MOST_VECTORS, Floats, call_outlined, emit_by_size
 
 _FMA: Final = f"llvm.fma.v{LANES}f32"
 
@@ -60,7 +60,7 @@ def _make_mask(builder: Any, rest: Any) -> Any:
     return builder.icmp_signed("<", ir.Constant(lanes, list(range(LANES))), spread)
 
 
-def _load_some(builder: Any, vectors: Vectors, address: Any, mask: Any, element: Any) -> Any:
+def _load_some(builder: Any, vectors: Floats, address: Any, mask: Any, element: Any) -> Any:
     """A vector of elements, 0 where the mask has none; these are not read."""
     of = ir.VectorType(element, LANES)
     name, zero = f"llvm.masked.load.v{LANES}i{element.width}.p0", ir.Constant(of, [0] * LANES)
@@ -82,7 +82,7 @@ def _fold(builder: Any, sums: list[Any]) -> Any:
 
 def _emit_scores(builder: Any, arguments: Sequence[Any], kind: str) -> None:
     query_at, list_at, num_words, out_at = arguments
-    vectors = Vectors(builder, kind)
+    vectors = Floats(builder, kind)
     keys = [builder.load(_at(builder, builder.add(list_at, LONG(8 * key)), LONG)) for key in range(LANES)]
     num_whole = builder.and_(num_words, LONG(-LANES))
 
@@ -109,7 +109,7 @@ def _emit_scores(builder: Any, arguments: Sequence[Any], kind: str) -> None:
 def _emit_sums(builder: Any, arguments: Sequence[Any], kind: str, rows: int, count: int) -> None:
     """Add up the values for `rows` queries, and up to `count` vectors of a head."""
     out_at, out_stride, weights_at, weights_stride, list_at, num_keys, offset, num_left = arguments
-    vectors, is_brain = Vectors(builder, kind), kind == BFLOAT16
+    vectors, is_brain = Floats(builder, kind), kind == BFLOAT16
     element = ir.IntType(16) if is_brain else INT
     masks = [_make_mask(builder, builder.sub(num_left, LONG(LANES * vector))) for vector in range(count)]
     outs = []

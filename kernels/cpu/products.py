@@ -1,16 +1,19 @@
-"""Products of rows and a weight, compiled, and how a weight lies for them: see tiles.py."""
+"""Products of rows and a weight, compiled, and how a weight lies for them: see tiles.py and integer_tiles.py."""
 
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
+from torch.nn import functional
 
+from .compiled import load_kernels
 from .launch import Launcher
 
-WIDTH = 64  # outputs of a block that is packed here
+GROUP: Final = 32  # inputs that have a scale together, where rows and weights are integers
 
 _multiply = Launcher("multiply", "q" * 9)
-_quantise = Launcher("quantise_rows", "q" * 6 + "ddd")
-_multiply_int8 = Launcher("multiply_int8", "q" * 12)
+_quantise = Launcher("quantise_rows", "q" * 5)
+_multiply_int8 = Launcher("multiply_int8", "q" * 9)
+_multiply_int4 = Launcher("multiply_int4", "q" * 9)
 
 
 class RowBlocks(NamedTuple):
@@ -21,29 +24,18 @@ class RowBlocks(NamedTuple):
     room: int
 
 
-class Int8Blocks(NamedTuple):
-    """A weight of 8-bit integers, and what its products need.
+class IntegerBlocks(NamedTuple):
+    """A weight of integers of `bits` bits.
 
     Attributes:
-        integers: int8 [ceil(O / WIDTH), steps, WIDTH, 4].
-        shifts: int32 [O], the sum of each output's integers.
-        factors: float32 [O], what one step of a product is worth.
+        blocks: uint8 [ceil(O / width), groups, bytes of a group], see integer_tiles.py; width: outputs that this processor's
+            vectors take at a time.
+        factors: float32 [O], what each output is multiplied by in the end.
     """
 
-    integers: torch.Tensor
-    shifts: torch.Tensor
+    bits: Literal[8, 4]
+    blocks: torch.Tensor
     factors: torch.Tensor
-
-
-class Levels(NamedTuple):
-    """How a row is quantised: to so many levels on either side of `zero`.
-
-    least: of the scale of a row.
-    """
-
-    levels: int
-    zero: int
-    least: float
 
 
 def multiply(x: torch.Tensor, blocks: RowBlocks, bias: torch.Tensor | None, num_out: int) -> torch.Tensor:
@@ -57,25 +49,38 @@ def multiply(x: torch.Tensor, blocks: RowBlocks, bias: torch.Tensor | None, num_
     return out
 
 
-def pack_int8(integers: torch.Tensor, factors: torch.Tensor) -> Int8Blocks:
-    """Lay out a weight, int8 [O, I]."""
-    num_out, num_in = integers.shape
-    padded = torch.nn.functional.pad(integers, (0, -num_in % 4, 0, -num_out % WIDTH))
-    blocks = padded.view(-1, WIDTH, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
-    return Int8Blocks(blocks, integers.sum(1, dtype=torch.int32), factors)
+def pack_integers(
+    integers: torch.Tensor, scales: torch.Tensor, lows: torch.Tensor | None, factors: torch.Tensor
+) -> IntegerBlocks:
+    """Lay out a weight of integers int8 [O, groups, GROUP] with scales [O, groups], and in 4 bits lows [O, groups]."""
+    width: int = load_kernels("integer_kernels", "").WIDTH
+    num_out, num_groups, _ = integers.shape
+    padded = functional.pad(integers, (0, 0, 0, 0, 0, -num_out % width))
+    steps = padded.view(-1, width, num_groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    if lows is not None:
+        steps = steps[:, :, 0::2] | steps[:, :, 1::2] << 4
+    terms = [_pack_halves(each, width) for each in (scales, lows) if each is not None]
+    blocks = torch.cat((steps.flatten(2).view(torch.uint8), *terms), 2)
+    return IntegerBlocks(8 if lows is None else 4, blocks.contiguous(), factors)
 
 
-def multiply_int8(x: torch.Tensor, weight: Int8Blocks, bias: torch.Tensor | None, levels: Levels) -> torch.Tensor:
+def _pack_halves(numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """[O, groups] as the bytes of halves, [blocks, groups, 2 width]."""
+    padded = functional.pad(numbers, (0, 0, 0, -len(numbers) % width))
+    return padded.half().view(-1, width, numbers.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def multiply_integers(x: torch.Tensor, weight: IntegerBlocks, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + bias, float32 [..., O] of float32 x [..., I], contiguous, whose rows are quantised."""
-    num_out, num_in = len(weight.shifts), x.shape[-1]
-    num_rows, num_steps = x.numel() // num_in, weight.integers.shape[1]
+    num_out, num_in = len(weight.factors), x.shape[-1]
+    num_rows, num_groups = x.numel() // num_in, weight.blocks.shape[1]
     out = torch.empty((*x.shape[:-1], num_out))
     if num_rows:
-        rows, scales = torch.empty((num_rows, 4 * num_steps), dtype=torch.uint8), torch.empty(num_rows)
-        own = rows.data_ptr(), 4 * num_steps, scales.data_ptr()
-        _quantise(x.dtype, x.numel(), x.data_ptr(), num_rows, num_in, *own, *levels)
-        of_weight = weight.integers.data_ptr(), WIDTH, weight.shifts.data_ptr(), weight.factors.data_ptr()
-        bias_at = 0 if bias is None else bias.data_ptr()
-        of_rows = rows.data_ptr(), scales.data_ptr(), num_rows, num_steps
-        _multiply_int8(x.dtype, num_in * num_out, *of_rows, *of_weight, bias_at, levels.zero, out.data_ptr(), num_out)
+        rows = torch.empty((num_rows, num_groups, GROUP), dtype=torch.int8)
+        terms = torch.empty((num_rows, num_groups, 2))
+        _quantise(x.dtype, x.numel(), x.data_ptr(), num_rows, num_in, rows.data_ptr(), terms.data_ptr())
+        of_rows = rows.data_ptr(), terms.data_ptr(), num_rows, num_groups
+        of_weight = weight.blocks.data_ptr(), weight.factors.data_ptr(), 0 if bias is None else bias.data_ptr()
+        launch = _multiply_int8 if weight.bits == 8 else _multiply_int4
+        launch(x.dtype, num_in * num_out, *of_rows, *of_weight, out.data_ptr(), num_out)
     return out

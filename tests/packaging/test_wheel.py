@@ -30,7 +30,7 @@ OF_OTHER_EXTRAS = (  # `cpu`, `http`, `gateway`, `remote`, `events`, `gguf`
     *(
         f"kvkeeper.kernels.cpu.{name}"
         for name in (
-            *(f"{of}_kernels" for of in ("attention", "int8", "penalty", "product", "program", "quantised", "row")),
+            *(f"{of}_kernels" for of in ("attention", "integer", "penalty", "product", "program", "quantised", "row")),
             *("attention_tiles", "kernel_parts", "key_tiles", "number_formats", "tiles"),
         )
     ),

@@ -1,11 +1,13 @@
 """Programs: what is recorded runs again as it ran, in any number of threads, and what cannot be recorded is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from kvkeeper.kernels.activations.gates import silu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
-from kvkeeper.kernels.activations.linear_int8 import quantise_linear
+from kvkeeper.kernels.activations.linear_integers import quantise_linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.types import LinearWeight
@@ -42,7 +44,8 @@ class Layers:
 KINDS = {
     "float32": (pack_linear, torch.float32),
     "bfloat16": (pack_linear, torch.bfloat16),
-    "int8": (quantise_linear, torch.float32),
+    "int8": (partial(quantise_linear, bits=8), torch.float32),
+    "int4": (partial(quantise_linear, bits=4), torch.float32),
 }
 
 
@@ -51,6 +54,8 @@ KINDS = {
 def test_a_program_computes_what_its_function_does(kind, num_rows):
     pack, dtype = KINDS[kind]
     layers, memory = Layers(pack, dtype), Memory()
+    if dtype is torch.bfloat16 and layers.weights[0][0].blocks is None:
+        pytest.skip("this processor's oneDNN lays bfloat16 out in no blocks")
     x = torch.zeros(num_rows, 32, dtype=dtype)
     program, (out, residual) = record(lambda: layers(x.view(num_rows, 32)), memory)
     for num_threads in (1, 2, 3, 2):

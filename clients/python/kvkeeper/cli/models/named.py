@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class NamedModel:
     sha256: str  # of the member
     text: str  # what is fetched, for people
     sampling: Mapping[str, float]  # as its authors advise
+    cpu_dtype: str  # of --dtype of the engine: what keeps the file's own weights
 
 
 MODELS = {
@@ -38,6 +39,7 @@ MODELS = {
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "SmolLM2-135M-Instruct (Apache-2.0), 93 MB",
         {"temperature": 0.2, "top_p": 0.9},
+        "int4",
     )
 }
 
@@ -57,6 +59,18 @@ def find_model(model: str, say: Callable[[str], None]) -> str:
         with tempfile.TemporaryDirectory() as fetched:
             convert(_fetch(named, Path(fetched)), folder, named.sampling)
     return str(folder)
+
+
+def dtype_flags(model: str | None, typed: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Flags of an engine with a named model on a CPU: the dtype that keeps its weights, where nothing else is asked for.
+
+    typed: the engine's flags so far.
+    """
+    if model not in MODELS or Path(model).exists() or missing("numba"):
+        return []
+    asked = {flag.partition("=")[0] for flag in typed} & {"--dtype", "--device", "--cpu-kernels", "--config"}
+    asked |= {"KVKEEPER_ENGINE_DTYPE", "KVKEEPER_ENGINE_DEVICE", "KVKEEPER_ENGINE_CPU_KERNELS"} & set(environment)
+    return [] if asked else ["--dtype", MODELS[model].cpu_dtype]
 
 
 def _cache() -> Path:

@@ -88,11 +88,12 @@ def run(args: argparse.Namespace) -> int:
 def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]] | int:
     """Flags of both services, and of others those that were typed; an exit code where the services cannot be started."""
     from kvkeeper.cli.models.gguf import ConversionError
-    from kvkeeper.cli.models.named import find_model
+    from kvkeeper.cli.models.named import dtype_flags, find_model
     from kvkeeper.cli.start.checks import check_start
     from kvkeeper.cli.start.pool_size import find_pool_flags
     from kvkeeper.common.service.process import StartError
 
+    named = args.model
     try:
         args.model = args.model and find_model(args.model, say)
     except ConversionError as error:
@@ -101,6 +102,7 @@ def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]
     try:
         _find_addresses(args)
         flags = _flags_of_services(args, others)
+        flags["engine"] += dtype_flags(named, flags["engine"], os.environ)
         for service, address in (("cache", args.cache_listen), ("engine", args.engine_listen)):
             if address.endswith(":0"):
                 raise UsageFailure(f"--{service}-listen: a fixed port, so that others find it")
