@@ -96,12 +96,16 @@ def load_model(
     if config.scheme is not None:
         _log_scheme(config.scheme, names, weights.embed.dtype)
     _log_limit(folder, config)
+    return _make_decoder(own, weights, dtype, split), config
+
+
+def _make_decoder(config: ModelConfig, weights: DecoderWeights, dtype: DtypeChoice, split: Split) -> Decoder:
+    """Raises UnsupportedModelError where nothing multiplies integers of so many bits here."""
     try:
-        return Decoder(own, weights, bits=INTEGER_BITS.get(dtype), split=split), config
+        return Decoder(config, weights, bits=INTEGER_BITS.get(dtype), split=split)
     except UnsupportedDeviceError:
-        raise UnsupportedModelError(
-            "dtype", dtype, "the compiled kernels: the extra `cpu`, without --cpu-kernels torch"
-        ) from None
+        supported = "the compiled kernels: the extra `cpu`, without --cpu-kernels torch"
+        raise UnsupportedModelError("dtype", dtype, supported) from None
 
 
 def list_left_out(names: Collection[str], config: ModelConfig, *, is_first: bool = True) -> dict[str, str]:

@@ -64,9 +64,9 @@ class _Integers(Vectors):
         """The weights of each step that a vector of memory has."""
         builder = self._builder
         if self._bits == 8:
-            return [builder.xor(weights, self.all_of(_OFFSET * 0x01010101)) if self._shifts_weights else weights]
-        mask = self.all_of(0x0F0F0F0F)
-        return [builder.and_(weights, mask), builder.and_(builder.lshr(weights, self.all_of(4)), mask)]
+            return [builder.xor(weights, self.fill(_OFFSET * 0x01010101)) if self._shifts_weights else weights]
+        mask = self.fill(0x0F0F0F0F)
+        return [builder.and_(weights, mask), builder.and_(builder.lshr(weights, self.fill(4)), mask)]
 
     def end(self, sums: Any) -> Any:
         """The sums of a group, as int32."""
@@ -88,7 +88,7 @@ class _Integers(Vectors):
             pairs = self.call(f"llvm.x86.{name}", self._shorts, self._as_bytes(weights), self._as_bytes(x))
             return builder.add(sums, pairs if self._has_short_sums else self._add_pairs(pairs))
         for place in range(0, 32, 8):
-            own, of_x = (builder.ashr(builder.shl(each, self.all_of(24 - place)), self.all_of(24)) for each in (weights, x))
+            own, of_x = (builder.ashr(builder.shl(each, self.fill(24 - place)), self.fill(24)) for each in (weights, x))
             sums = builder.add(sums, builder.mul(own, of_x))
         return sums
 
@@ -114,7 +114,7 @@ class _Integers(Vectors):
         pointer = builder.inttoptr(address, ir.VectorType(_SHORT, LANES).as_pointer())
         halves = builder.sext(builder.load(pointer, align=2), self.ints)
         bits = builder.and_(
-            builder.shl(halves, self.all_of(13)), self.all_of(-0x70002000)
+            builder.shl(halves, self.fill(13)), self.fill(-0x70002000)
         )  # the sign, and all else 13 places up
         return builder.fmul(builder.bitcast(bits, self.floats), ir.Constant(self.floats, [2.0**112] * LANES))
 

@@ -67,13 +67,13 @@ class Vectors:
         """A vector of one integer."""
         none = ir.Constant(self.ints, ir.Undefined)
         first = self._builder.insert_element(none, number, INT(0))
-        return self._builder.shuffle_vector(first, none, self.all_of(0))
+        return self._builder.shuffle_vector(first, none, self.fill(0))
 
     def spread_float(self, number: Any) -> Any:
         """A vector of one float32."""
         return self._builder.bitcast(self.spread(self._builder.bitcast(number, INT)), self.floats)
 
-    def all_of(self, number: int) -> Any:
+    def fill(self, number: int) -> Any:
         return ir.Constant(self.ints, [number] * LANES)
 
     def call(self, name: str, result: Any, *arguments: Any) -> Any:
@@ -101,8 +101,8 @@ class Floats(Vectors):
         if _DOTS_BRAINS:
             pairs = (self._builder.bitcast(each, _Brains(2 * LANES)) for each in (weights, x))
             return self.call(f"llvm.x86.avx512bf16.dpbf16ps.{BITS}", self.floats, sums, *pairs)
-        low = [self._builder.shl(each, self.all_of(16)) for each in (weights, x)]
-        high = [self._builder.and_(each, self.all_of(-1 << 16)) for each in (weights, x)]
+        low = [self._builder.shl(each, self.fill(16)) for each in (weights, x)]
+        high = [self._builder.and_(each, self.fill(-1 << 16)) for each in (weights, x)]
         return self._dot_floats(self._dot_floats(sums, *low), *high)
 
 
