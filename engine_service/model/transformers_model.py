@@ -22,10 +22,12 @@ import torch
 
 from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
+from .checkpoint.text_part import TO_TEXT_NAMES, WRAPPER, read_text_config
 from .config import close_to, not_native
 from .dtype_name import INT8, DtypeChoice
 from .families.table import FAMILIES
-from .loader import compute_dtype
+from .left_out import others_left_out
+from .loader import compute_dtype, log_left_out
 from .stored_attention import StoredAttention
 
 _ATTENTION: Final = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
@@ -158,8 +160,14 @@ def load_transformers_model(
     _register(transformers)
     if not progress:
         transformers.logging.disable_progress_bar()
+    raw = read_text_config(folder)
+    wrapper = raw.pop(WRAPPER, "")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = (
+            transformers.AutoConfig.for_model(**raw)
+            if wrapper
+            else transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
     except (ValueError, KeyError, OSError):
         supported = f"the native families, and what the library knows{close_to(model_type, transformers.CONFIG_MAPPING)}"
         why = f"transformers {transformers.__version__} does not know it"
@@ -167,7 +175,7 @@ def load_transformers_model(
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
         raise UnsupportedModelError("model type", model_type, "decoder-only language models")
     network = _load_network(
-        transformers, folder, config, model_type, compute_dtype(_weights_dtype(config), device, dtype, is_native=False)
+        transformers, folder, config, wrapper, compute_dtype(_weights_dtype(config), device, dtype, is_native=False)
     )
     network.eval().to(device)
     try:
@@ -190,11 +198,16 @@ def _weights_dtype(config: Any) -> object:
     return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
 
 
-def _load_network(transformers: Any, folder: Path, config: Any, model_type: object, dtype: torch.dtype) -> Any:
-    """Errors as load_transformers_model."""
+def _load_network(transformers: Any, folder: Path, config: Any, wrapper: str, dtype: torch.dtype) -> Any:
+    """wrapper: the type of what the model is the text part of, or empty. Errors as load_transformers_model."""
+    model_type, verbosity = config.model_type, transformers.logging.get_verbosity()
+    if wrapper:  # else it warns of each tensor of other parts
+        transformers.logging.set_verbosity_error()
     try:
         network, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
+            key_mapping=TO_TEXT_NAMES if wrapper else None,
             dtype=dtype,
             attn_implementation=_NAME,
             local_files_only=True,
@@ -209,9 +222,14 @@ def _load_network(transformers: Any, folder: Path, config: Any, model_type: obje
             why = why_not_paged(config, transformers.AutoModelForCausalLM._model_mapping[type(config)]) or _OWN_CODE
             raise UnsupportedModelError("model type", model_type, _INTERFACE, why) from None
         raise UnsupportedModelError("model type", model_type, f"what the library loads here; {_first(error)}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):  # the library would make them up
         raise WeightsError(folder.name, f"{len(missing)} tensors are missing, among them {missing[0]}")
-    if unused := sorted(info["unexpected_keys"]):  # but for those that the library itself names as unneeded
+    left_out = others_left_out(info["unexpected_keys"], wrapper)
+    log_left_out(left_out)
+    if unused := sorted(set(info["unexpected_keys"]) - left_out.keys()):
+        # Those that the library itself names as unneeded are not among them.
         problem = f"{len(unused)} tensors are not part of the model that config.json describes, among them {unused[0]}"
         raise WeightsError(folder.name, f"{problem}; the library would leave them out")
     return network

@@ -120,6 +120,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 1, "num_decoder_layers": 2},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "is_encoder_decoder": False},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20, "enable_pronunciation": False, "enable_shape": False},

@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 ONLY_NATIVE = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), "of one shape"),
     "gpt_oss": "plain attention",
-    "qwen3_next": "the library's attention interface",
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "the library's attention interface"),
 }
 LIMITED = {"phi3": 32}  # whichever side computes it
 LIBRARY_LIMITED = {"llama4_text": 32}  # through the library alone
