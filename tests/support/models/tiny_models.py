@@ -264,6 +264,8 @@ def randomise(network: Any, family: str) -> None:
         for name, parameter in network.named_parameters():
             if name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.1)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-4, 0)  # the library's own are forgotten within a token or two, so that no state shows
             elif "norm" in name:
                 is_factor = name.endswith("linear_attn.norm.weight") or not has_offset
                 parameter.normal_(1 if is_factor else 0, 0.1)  # else of 1 + weight

@@ -34,10 +34,9 @@ torch.set_num_threads(1)
 SIZE = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind = tiny_model("qwen3_next")
-    return build_model_folder(tmp_path_factory.mktemp("model"), kind)
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_27b", "qwen3_5_35b_a3b"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model_folder(tmp_path_factory.mktemp("model"), tiny_model(request.param))
 
 
 @pytest.fixture(scope="module")
