@@ -257,7 +257,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _with_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same with the sizes that only the config of a text part leaves out."""
-    return {**DEFAULT_SIZES.get(raw["model_type"], {}), **raw} if raw.get(WRAPPER) else raw
+    return {**DEFAULT_SIZES.get(str(raw.get("model_type")), {}), **raw} if raw.get(WRAPPER) else raw
 
 
 def _find_family(raw: Mapping[str, Any]) -> str:

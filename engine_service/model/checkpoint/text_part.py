@@ -26,6 +26,9 @@ _READ_AS: Final = {
 # Types whose releases have the text model's settings outside, among those of other parts.
 _FLAT: Final = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 
+# Types whose text part is not served alone, and why.
+WHOLE: Final = {"paligemma": "tokens of its prompts read later ones, too"}
+
 _PREFIX: Final = r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?"
 _TEXT: Final = re.compile(_PREFIX)
 TO_TEXT_NAMES: Final = {rf"^{_PREFIX}lm_head\.": "lm_head.", f"^{_PREFIX}": "model."}  # as patterns and what replaces them
@@ -40,7 +43,10 @@ def read_text_config(folder: Path) -> dict[str, Any]:
 
 def unwrap(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the text model from the object of a config.json; with WRAPPER, where that describes more than it."""
-    wrapper, inner = raw.get("model_type"), raw.get("text_config")
+    said, inner = raw.get("model_type"), raw.get("text_config")
+    wrapper = said if isinstance(said, str) else "a larger model"
+    if wrapper in WHOLE:
+        return dict(raw)
     if wrapper in _FLAT and not isinstance(inner, dict):
         inner = {**raw, "model_type": _FLAT[wrapper]}
     if not isinstance(inner, dict) or not isinstance(inner.get("model_type"), str):
@@ -48,7 +54,7 @@ def unwrap(raw: Mapping[str, Any]) -> dict[str, Any]:
     found = {**inner, "model_type": _READ_AS.get(inner["model_type"], inner["model_type"])}
     found |= {key: raw[key] for key in _OUTER if raw.get(key) is not None}
     stated = [each[key] for each in (raw, inner) for key in _DTYPES if each.get(key) is not None]
-    return found | {WRAPPER: str(wrapper), **dict.fromkeys(_DTYPES, stated[0] if stated else None)}
+    return found | {WRAPPER: wrapper, **dict.fromkeys(_DTYPES, stated[0] if stated else None)}
 
 
 def text_name(name: str) -> str:

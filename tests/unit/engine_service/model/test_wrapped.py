@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import load_served_model, most_tokens
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.model.checkpoint.errors import ModelConfigError, WeightsError
+from kvkeeper.engine_service.model.checkpoint.errors import ModelConfigError, UnsupportedModelError, WeightsError
 from kvkeeper.engine_service.model.checkpoint.text_part import other_part, text_name, unwrap
 from kvkeeper.engine_service.model.config import parse_model_config, read_model_config
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
@@ -214,3 +214,27 @@ def test_tokens_that_end_a_sequence_stand_in_the_text_part(tmp_path: Path) -> No
         (tmp_path / file).write_bytes((DEMO_MODEL_DIR / file).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": "llama", "eos_token_id": [7, 9]}}))
     assert read_tokenizer(tmp_path).eos_ids == {7, 9}
+
+
+def test_settings_of_the_text_model_may_stand_among_those_of_other_parts(tmp_path: Path) -> None:
+    """As the releases of Qwen2.5-VL have them, with a rope of the kind mrope."""
+    folder = build_whole(tmp_path, "qwen2_5_vl", TEXT | WHOLE["qwen2_5_vl"])
+    expected = logits(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in raw["text_config"].items() if key not in ("model_type", "rope_parameters")}
+    flat = {"model_type": "qwen2_5_vl", "rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    (folder / "config.json").write_text(json.dumps(text | flat | {"vision_config": {}, "tie_word_embeddings": False}))
+    assert all(torch.equal(a, b) for a, b in zip(expected, logits(folder), strict=True))
+    assert read_model_config(folder).wrapper == "qwen2_5_vl"
+
+
+def test_a_text_part_that_is_not_served_alone_is_refused_with_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "paligemma", "text_config": {"model_type": "gemma"}}))
+    with pytest.raises(UnsupportedModelError, match="tokens of its prompts read later ones, too"):
+        served(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", [None, 7, ["llama"], {}])
+def test_a_type_that_is_no_name_is_of_a_larger_model(model_type: object) -> None:
+    assert unwrap({"model_type": model_type, "text_config": {"model_type": "llama"}})["wrapped_in"] == "a larger model"
+    assert "wrapped_in" not in unwrap({"model_type": model_type, "text_config": {"model_type": model_type}})
