@@ -22,9 +22,11 @@ from kvkeeper.kernels.cpu.features import multiplies_bfloat16
 from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, get_dtype, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.hub_cache import SNAPSHOTS
-from .model.checkpoint.json_file import CONFIG_FILE, read_json_object
+from .model.checkpoint.json_file import CONFIG_FILE
+from .model.checkpoint.text_part import WRAPPER, read_text_config
 from .model.config import not_native, parse_model_config, why_library
 from .model.dtype_name import DTYPE_BYTES, INTEGER_BITS, dtype_name
+from .model.left_out import list_left_out, others_left_out
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -114,13 +116,13 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     from .model.checkpoint.safetensors_files import list_weight_files, tensor_sizes  # safetensors, of the extra `engine`
 
     _check_folder(folder)
-    raw = read_json_object(folder / CONFIG_FILE)
+    raw = read_text_config(folder)
     model_type = raw.get("model_type")
     has_library = importlib.util.find_spec("transformers") is not None
-    scheme = None
+    model_config = None
     is_native = not why_library(raw, has_library=has_library)
     if is_native:
-        scheme = parse_model_config(raw).scheme
+        model_config = parse_model_config(raw)
     elif not has_library:
         raise not_native(model_type)
     elif config.tensor_parallel > 1:
@@ -131,7 +133,10 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     own_dtype, device_type = raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0]
     has_bfloat16 = is_native and wants_compiled(config) and not missing("numba") and multiplies_bfloat16()
     dtype = dtype_name(own_dtype, device_type, get_dtype(config), has_bfloat16=has_bfloat16)
-    sizes = list(tensor_sizes(list_weight_files(folder)))
+    sizes, scheme = list(tensor_sizes(list_weight_files(folder))), None if model_config is None else model_config.scheme
+    names = [each.name for each in sizes]
+    left_out = others_left_out(names, raw.get(WRAPPER, "")) if model_config is None else list_left_out(names, model_config)
+    sizes = [each for each in sizes if each.name not in left_out]
     counts = [each.num_elements if scheme is None else scheme.num_weights(each.name, each.num_elements) for each in sizes]
     num_elements = sum(counts)
     largest = max((each.num_bytes for each in sizes), default=0)

@@ -23,6 +23,7 @@ from ..model.checkpoint.digest import weights_digest
 from ..model.checkpoint.errors import ModelConfigError, ModelError, NoDeviceError
 from ..model.checkpoint.json_file import CONFIG_FILE, read_json_object
 from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
+from ..model.checkpoint.text_part import WRAPPER, read_text_config, text_name
 from ..model.checkpoint.unneeded import EMBEDDINGS, HEAD
 from ..model.chunked import check_chunks
 from ..model.config import ModelConfig, parse_model_config, why_library
@@ -30,7 +31,8 @@ from ..model.decoder import Decoder
 from ..model.dtype_name import INTEGER_BITS, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup, group_layers
-from ..model.loader import list_left_out, load_model
+from ..model.left_out import list_left_out
+from ..model.loader import load_model
 from ..model.split import WHOLE, Split, require_one_rank
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
@@ -89,6 +91,7 @@ class ServedModel:
     device: torch.device = _CPU
     kv_format: str = ""  # what K and V are stored in; empty: what it computes in
     num_ranks: int = 1  # that share the model; layout and runner are of this one
+    text_part_of: str = ""  # the type of the model that it is the text part of; empty: it stands alone
     served_as: str = ""  # what clients call it; empty: by its own name
 
     @property
@@ -109,7 +112,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, get_dtype(config))
     device = _select_device(config, split.num_ranks)
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
-    raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    raw = read_text_config(folder) if (folder / CONFIG_FILE).is_file() else {}
     if reason := why_library(raw, has_library=find_spec("transformers") is not None):
         require_one_rank(raw["model_type"], split.num_ranks)
         refuse_stored(config.kv_dtype, "models that the transformers library runs")
@@ -139,11 +142,9 @@ def most_tokens(config: EngineConfig) -> int:
     if config.model == HASH_TOY:
         return HashToyConfig().max_position
     try:
-        raw = read_json_object(Path(config.model) / CONFIG_FILE)
+        raw = read_text_config(Path(config.model))
         by_library = why_library(raw, has_library=find_spec("transformers") is not None)
-        nested = raw.get("text_config")  # as the library reads it, where the model has other parts, too
-        text = nested if isinstance(nested, dict) else raw
-        positions = text.get("max_position_embeddings") if by_library else parse_model_config(raw).max_position
+        positions = raw.get("max_position_embeddings") if by_library else parse_model_config(raw).max_position
     except (ModelError, OSError):
         return 0  # the load says what is wrong
     return min(positions, MAX_TOKENS) if isinstance(positions, int) else 0
@@ -261,6 +262,7 @@ def _from_folder(
         sampling_defaults=read_sampling_defaults(folder),
         refuses_retention=_refuses_retention(model),
         device=model.device,
+        text_part_of=raw.get(WRAPPER, ""),
     )
 
 
@@ -301,8 +303,8 @@ def _num_parameters(folder: Path, config: ModelConfig) -> int:
     sizes, scheme = list(tensor_sizes(list_weight_files(folder))), config.scheme
     names = [each.name for each in sizes]
     left_out = set(list_left_out(names, config))
-    if config.tied_embeddings and any(name.startswith(EMBEDDINGS) for name in names):
-        left_out |= {name for name in names if name.startswith(HEAD)}
+    if config.tied_embeddings and any(text_name(name).startswith(EMBEDDINGS) for name in names):
+        left_out |= {name for name in names if text_name(name).startswith(HEAD)}
     return sum(
         num_elements if scheme is None else scheme.num_weights(name, num_elements)
         for name, num_elements, _ in sizes

@@ -15,8 +15,10 @@ from kvkeeper.common.service.extras import install_command
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 
 from .checkpoint.errors import ModelError, UnsupportedModelError
-from .checkpoint.json_file import CONFIG_FILE, bad, count, flag, number, read_json_object
+from .checkpoint.json_file import CONFIG_FILE, bad, count, flag, number
+from .checkpoint.text_part import WRAPPER, read_text_config, unwrap
 from .experts_config import ExpertsConfig, parse_experts
+from .families.default_sizes import DEFAULT_SIZES
 from .families.family import Family, LatentFamily, QkNorm
 from .families.table import FAMILIES
 from .layer_kinds import parse_chunks, parse_unrotated, parse_windows
@@ -74,6 +76,7 @@ class ModelConfig:
         delta: some layers are gated delta nets, which keep a state instead of K and V. None: all are attention.
         experts: None: every MLP is one.
         scheme: how projections are stored; None: as plain numbers.
+        wrapper: the type of the model that it is the text part of; empty: it stands alone.
     """
 
     family: str
@@ -118,6 +121,7 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     experts: ExpertsConfig | None = None
     scheme: Scheme | None = None
+    wrapper: str = ""
 
     @property
     def is_latent(self) -> bool:
@@ -186,11 +190,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         ModelConfigError: malformed, or a value missing or impossible.
         UnsupportedModelError: another architecture, rope type or activation.
     """
-    return parse_model_config(read_json_object(folder / CONFIG_FILE))
+    return parse_model_config(read_text_config(folder))
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; errors as read_model_config."""
+    raw = _with_defaults(unwrap(raw))
     family_name = _find_family(raw)
     family = FAMILIES[family_name]
     _check_activation(raw, family)
@@ -205,9 +210,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads, head_dim = 1, latent.widths.latent + latent.widths.rope
     max_position = _limit_by_rope(rope, max_position, head_dim if latent is None else latent.widths.rope)
     unrotated = parse_unrotated(raw, num_layers) if family.has_unrotated_layers else frozenset[int]()
-    qk_norm = family.qk_norm
-    if qk_norm == "unit" and raw.get("use_qk_norm") is not None and not flag(raw, "use_qk_norm"):
-        qk_norm = "none"
+    qk_norm = _parse_qk_norm(raw, family)
     eps = qk_eps = number(raw, "rms_norm_eps", family.default_eps)
     if qk_norm == "unit":  # normalised behind the rotation, whose factor is then left in the eps alone
         qk_eps, rope = eps / rope.magnitude**2, replace(rope, magnitude=1.0)
@@ -247,8 +250,14 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         norms=family.norms,
         experts=parse_experts(raw, family, num_layers),
         scheme=parse_scheme(raw),
+        wrapper=raw.get(WRAPPER, ""),
         **_parse_scales(raw, family, hidden_size, num_layers),
     )
+
+
+def _with_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with the sizes that only the config of a text part leaves out."""
+    return {**DEFAULT_SIZES.get(str(raw.get("model_type")), {}), **raw} if raw.get(WRAPPER) else raw
 
 
 def _find_family(raw: Mapping[str, Any]) -> str:
@@ -274,6 +283,11 @@ def _parse_heads(raw: Mapping[str, Any], family: Family, hidden_size: int) -> tu
     if head_dim % 2:
         raise bad("head_dim", f"must be even, is {head_dim}")
     return num_heads, num_kv_heads, head_dim
+
+
+def _parse_qk_norm(raw: Mapping[str, Any], family: Family) -> QkNorm:
+    is_off = family.qk_norm == "unit" and raw.get("use_qk_norm") is not None and not flag(raw, "use_qk_norm")
+    return "none" if is_off else family.qk_norm
 
 
 def _find_dtype(raw: Mapping[str, Any]) -> str | None:

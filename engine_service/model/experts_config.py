@@ -37,13 +37,19 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts, in the MLPs of `layers`. shared_size: width of the MLP that all tokens go through; 0: there is none."""
+    """Experts, in the MLPs of `layers`.
+
+    Attributes:
+        shared_size: width of the MLP that all tokens go through; 0: there is none.
+        are_apart: the checkpoint has them one by one, though the family's have them together.
+    """
 
     layers: frozenset[int]
     num_experts: int
     intermediate_size: int
     shared_size: int
     routing: Routing
+    are_apart: bool = False
 
 
 def parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsConfig | None:

@@ -22,13 +22,13 @@ from kvkeeper.kernels.types import LinearWeight
 
 from .checkpoint.destination import Destination
 from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
-from .checkpoint.json_file import CONFIG_FILE, read_json_object
 from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_tensors, list_weight_files, tensor_sizes
-from .checkpoint.unneeded import EMBEDDINGS, HEAD, unneeded
+from .checkpoint.text_part import read_text_config, text_name
+from .checkpoint.unneeded import EMBEDDINGS, HEAD
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
 from .dtype_name import INTEGER_BITS, DtypeChoice, dtype_name
-from .families.table import FAMILIES
+from .left_out import list_left_out
 from .quantised.matrix import restored
 from .quantised.scheme import Scheme
 from .split import WHOLE, Split, config_of_rank
@@ -68,9 +68,10 @@ def load_model(
     config = read_model_config(folder)
     files = list_weight_files(folder)
     sizes = list(tensor_sizes(files))
-    names = [each.name for each in sizes]
-    left_out = list_left_out(names, config, is_first=split.is_first)
+    left_out = list_left_out([each.name for each in sizes], config, is_first=split.is_first)
+    names = [text_name(each.name) for each in sizes]
     has_head, has_embeddings = (any(name.startswith(module) for name in names) for module in (HEAD, EMBEDDINGS))
+    config = _with_experts(config, names)
     is_tied = config.tied_embeddings
     config = replace(config, tied_embeddings=is_tied and not (has_head and has_embeddings))
     weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device, split)
@@ -83,16 +84,11 @@ def load_model(
         raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
     if is_tied and not config.tied_embeddings:
         weights, config = _tied_if_equal(weights, config)
-    if config.norm_offset:
-        for norm in list_norms(weights):
-            norm.add_(1)
-    if not split.is_first:
-        for bias in biases_added_up(weights):
-            bias.zero_()
+    _complete(weights, config, split)
     own = config_of_rank(config, split)
     pair_rotated(own, weights)
     if split.is_first:
-        _log_left_out(left_out)
+        log_left_out(left_out)
     if config.scheme is not None:
         _log_scheme(config.scheme, names, weights.embed.dtype)
     _log_limit(folder, config)
@@ -108,17 +104,21 @@ def _make_decoder(config: ModelConfig, weights: DecoderWeights, dtype: DtypeChoi
         raise UnsupportedModelError("dtype", dtype, supported) from None
 
 
-def list_left_out(names: Collection[str], config: ModelConfig, *, is_first: bool = True) -> dict[str, str]:
-    """The tensors of a checkpoint that are not read, with the reason. is_first: of the rank that gives the logits."""
-    family, scheme = FAMILIES[config.family], config.scheme
-    return unneeded(
-        names,
-        num_layers=config.num_layers,
-        has_later_layers=family.ignores_later_layers,
-        of_further_tokens=family.ignores,
-        part_of=None if scheme is None else lambda name: scheme.split_name(name)[1],
-        is_first=is_first,
-    )
+def _with_experts(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """The same with experts as these tensors have them: one by one, or together."""
+    if config.experts is None or not any(".experts.0." in name for name in names):
+        return config
+    return replace(config, experts=replace(config.experts, are_apart=True))
+
+
+def _complete(weights: DecoderWeights, config: ModelConfig, split: Split) -> None:
+    """Add the 1 of norms that are stored without, and leave biases of sums over the ranks to the first rank."""
+    if config.norm_offset:
+        for norm in list_norms(weights):
+            norm.add_(1)
+    if not split.is_first:
+        for bias in biases_added_up(weights):
+            bias.zero_()
 
 
 def _tied_if_equal(weights: DecoderWeights, config: ModelConfig) -> tuple[DecoderWeights, ModelConfig]:
@@ -169,14 +169,15 @@ def _why_no_place(name: str, stored_in: str | None, config: ModelConfig) -> str:
     return f"tensor {name} is not part of the model that config.json describes ({described})"
 
 
-def _log_left_out(left_out: dict[str, str]) -> None:
+def log_left_out(left_out: dict[str, str]) -> None:
+    """One line for each reason, with the number of tensors that are left out for it."""
     for reason, count in Counter(left_out.values()).items():
         first = min(name for name, why in left_out.items() if why == reason)
         log.info("tensors_left_out", num_tensors=count, first=first, reason=reason)
 
 
 def _log_limit(folder: Path, config: ModelConfig) -> None:
-    said = read_json_object(folder / CONFIG_FILE)["max_position_embeddings"]
+    said = read_text_config(folder).get("max_position_embeddings", 0)
     if config.max_position < said:
         reason = "longrope turns all keys anew when a sequence grows beyond it"
         log.info("model_length_limited", max_len=config.max_position, config_says=said, reason=reason)
@@ -191,9 +192,10 @@ def _log_scheme(scheme: Scheme, names: Sequence[str], dtype: torch.dtype) -> Non
 
 
 def _counted(tensors: Iterator[tuple[str, str, Stored]], bar: "tqdm[NoReturn]") -> Iterator[tuple[str, str, Stored]]:
+    """The same by the names of the text model."""
     for file_name, name, tensor in tensors:
         bar.update(tensor.nbytes)
-        yield file_name, name, tensor
+        yield file_name, text_name(name), tensor
 
 
 def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice, *, is_native: bool = True) -> torch.dtype:

@@ -89,6 +89,8 @@ def _parse(
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind in ("su", "yarn") and parameters.get("short_factor") is not None:
         kind = "longrope"  # its names in the first releases of Phi-3
+    if kind == "mrope":  # text has one position in all of its sections
+        kind = "default"
     if kind not in _ROPE_KINDS:
         raise UnsupportedModelError("rope type", kind, ", ".join(_ROPE_KINDS))
     part = raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))

@@ -22,27 +22,33 @@ import torch
 
 from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
+from .checkpoint.text_part import TO_TEXT_NAMES, WHOLE, WRAPPER, read_text_config
 from .config import close_to, not_native
 from .dtype_name import INTEGER_BITS, DtypeChoice
 from .families.table import FAMILIES
-from .loader import compute_dtype
+from .left_out import others_left_out
+from .loader import compute_dtype, log_left_out
 from .stored_attention import StoredAttention
 
-_ATTENTION: Final = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 _KEEPS_NOTHING: Final = frozenset(("mlp", "moe"))
 _ALIBI: Final = ("build_alibi_tensor", "build_mpt_alibi_tensor")  # names of the library's functions
 
 
-def why_not_paged(config: Any, network_class: type) -> str:
+def why_not_paged(config: Any, network_class: type | None) -> str:
     """Why a model of this config and this class of network cannot be paged; empty: no reason is known."""
+    for field, unit in (("index_topk", "tokens"), ("index_topk_blocks", "blocks")):
+        if isinstance(most := getattr(config.get_text_config(), field, None), int):
+            chosen = "it chooses the tokens that it reads by an index of its own"
+            return f"{chosen}; computed from all of them, its answers would differ beyond {most} {unit}"
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
-    others = [kind for kind in kinds if kind not in _ATTENTION | _KEEPS_NOTHING]
+    attends = {kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"}
+    others = [kind for kind in kinds if kind not in attends | _KEEPS_NOTHING]
     if others or getattr(network_class, "_is_stateful", False):
         layers = f"{len(others)} of its {len(kinds)} layers keep" if others else "its layers keep"
         named = f" ({', '.join(sorted(set(others)))})" if others else ""
         ours = ", ".join(name for name, family in FAMILIES.items() if family.delta is not None)
         return f"{layers} a state of their own for each sequence{named}, which this engine computes for {ours} alone"
-    module = sys.modules[network_class.__module__]
+    module = sys.modules.get(getattr(network_class, "__module__", ""))
     says_alibi = getattr(config, "alibi", getattr(getattr(config, "attn_config", None), "alibi", True))
     if says_alibi and any(hasattr(module, name) for name in _ALIBI):
         return "it adds a bias by distance to attention scores (ALiBi), which this engine's attention does not have"
@@ -160,16 +166,27 @@ def load_transformers_model(
     _register(transformers)
     if not progress:
         transformers.logging.disable_progress_bar()
+    raw = read_text_config(folder)
+    wrapper = raw.pop(WRAPPER, "")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = (
+            transformers.AutoConfig.for_model(**raw)
+            if wrapper
+            else transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
     except (ValueError, KeyError, OSError):
         supported = f"the native families, and what the library knows{close_to(model_type, transformers.CONFIG_MAPPING)}"
         why = f"transformers {transformers.__version__} does not know it"
         raise UnsupportedModelError("model type", model_type, supported, why) from None
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
-        raise UnsupportedModelError("model type", model_type, "decoder-only language models")
+        why = WHOLE.get(str(model_type), "")
+        if wrapper:
+            why = why_not_paged(config, None) or f"the library has no model for the text part of {wrapper} alone"
+        raise UnsupportedModelError("model type", model_type, "decoder-only language models", why)
+    if why := why_not_paged(config, transformers.AutoModelForCausalLM._model_mapping[type(config)]):
+        raise UnsupportedModelError("model type", model_type, _INTERFACE, why)
     network = _load_network(
-        transformers, folder, config, model_type, compute_dtype(_weights_dtype(config), device, dtype, is_native=False)
+        transformers, folder, config, wrapper, compute_dtype(_weights_dtype(config), device, dtype, is_native=False)
     )
     network.eval().to(device)
     try:
@@ -181,7 +198,7 @@ def load_transformers_model(
         raise
     except Exception as error:  # from the code of any architecture, called in a way that its author did not foresee
         supported = f"models that run on flat batches without masks; this one stops with {_first(error)}"
-        raise UnsupportedModelError("model type", model_type, supported, why_not_paged(config, type(network))) from error
+        raise UnsupportedModelError("model type", model_type, supported) from error
     if proven < shape.max_position:
         reason = "config.json names this length, and a model of this size was not compared beyond it"
         log.info("model_length_limited", max_len=proven, config_says=shape.max_position, reason=reason)
@@ -192,11 +209,16 @@ def _weights_dtype(config: Any) -> object:
     return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
 
 
-def _load_network(transformers: Any, folder: Path, config: Any, model_type: object, dtype: torch.dtype) -> Any:
-    """Errors as load_transformers_model."""
+def _load_network(transformers: Any, folder: Path, config: Any, wrapper: str, dtype: torch.dtype) -> Any:
+    """wrapper: the type of what the model is the text part of, or empty. Errors as load_transformers_model."""
+    model_type, verbosity = config.model_type, transformers.logging.get_verbosity()
+    if wrapper:  # else it warns of each tensor of other parts
+        transformers.logging.set_verbosity_error()
     try:
         network, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
+            key_mapping=TO_TEXT_NAMES if wrapper else None,
             dtype=dtype,
             attn_implementation=_NAME,
             local_files_only=True,
@@ -208,12 +230,16 @@ def _load_network(transformers: Any, folder: Path, config: Any, model_type: obje
         raise WeightsError(folder.name, _first(error)) from None
     except Exception as error:  # of the code of any architecture, or a library that it needs
         if _NAME in str(error):
-            why = why_not_paged(config, transformers.AutoModelForCausalLM._model_mapping[type(config)]) or _OWN_CODE
-            raise UnsupportedModelError("model type", model_type, _INTERFACE, why) from None
+            raise UnsupportedModelError("model type", model_type, _INTERFACE, _OWN_CODE) from None
         raise UnsupportedModelError("model type", model_type, f"what the library loads here; {_first(error)}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):  # the library would make them up
         raise WeightsError(folder.name, f"{len(missing)} tensors are missing, among them {missing[0]}")
-    if unused := sorted(info["unexpected_keys"]):  # but for those that the library itself names as unneeded
+    left_out = others_left_out(info["unexpected_keys"], wrapper)
+    log_left_out(left_out)
+    if unused := sorted(set(info["unexpected_keys"]) - left_out.keys()):
+        # Those that the library itself names as unneeded are not among them.
         problem = f"{len(unused)} tensors are not part of the model that config.json describes, among them {unused[0]}"
         raise WeightsError(folder.name, f"{problem}; the library would leave them out")
     return network
@@ -232,8 +258,7 @@ def _dry_run(network: Any, model_type: object) -> list[_Seen]:
     with _during(seen):
         network(input_ids=two, position_ids=two, use_cache=False)
     if not seen or sorted(seen) != list(range(network.config.get_text_config().num_hidden_layers)):
-        why = why_not_paged(network.config, type(network)) or _OWN_CODE
-        raise UnsupportedModelError("model type", model_type, _INTERFACE, why)
+        raise UnsupportedModelError("model type", model_type, _INTERFACE, _OWN_CODE)
     layers = [seen[index] for index in sorted(seen)]
     if len(shapes := {(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
         why = "its layers have " + " and ".join(f"{heads} heads of {dims}" for heads, dims in sorted(shapes))

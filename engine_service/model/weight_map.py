@@ -217,7 +217,9 @@ def _layer_destinations(
         yield from _latent_destinations(config, config.latent, layer.latent)
         yield from _by_inputs(layer.o, "self_attn.o_proj", *_whole_range(config.num_heads * config.latent.widths.value))
     elif config.delta is not None and layer.delta is not None:
-        yield from delta_destinations(config.delta.shape, layer.delta)
+        stored_delta = FAMILIES[config.family].delta
+        assert stored_delta is not None, "these layers come from that family"
+        yield from delta_destinations(config.delta.shape, layer.delta, is_mixed=stored_delta.is_mixed)
         shape = config.delta.shape
         yield from _by_inputs(layer.o, "linear_attn.out_proj", *_whole_range(shape.num_value_heads * shape.value_dim))
     else:
@@ -279,7 +281,7 @@ def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, spli
             yield from _mlp_parts(mlp.shared, f"{stored.block}.{stored.shared}", names, shared, split.of(shared), False)
         if mlp.shared_gate is not None:
             yield f"{stored.block}.{stored.shared_gate}.weight", take_all(mlp.shared_gate.data)
-        if stored.form != "single":
+        if stored.form != "single" and not config.experts.are_apart:
             assert mlp.stacked is not None, "nothing is packed yet"
             yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
             return
@@ -324,11 +326,21 @@ def _latent_destinations(
 def _stacked_destinations(
     stored: ExpertNames, stacked: StackedExperts, width: int, own: range
 ) -> Iterator[tuple[str, Destination]]:
-    """Inputs come before outputs, and each gate is followed by its up, or all gates by all ups.
+    """Inputs come before outputs, and each gate is followed by its up, or all gates by all ups; or as each is by itself.
 
     own: of the experts' width, those of the rank.
     """
     gate_up, _, down = stored.projections
+    if stored.form == "outputs_first":
+        num, hidden, _ = stacked.down.data.shape
+
+        def of_rank(found: torch.Tensor) -> torch.Tensor:
+            return found.unflatten(1, (2, width))[:, :, own.start : own.stop].flatten(1, 2)
+
+        yield f"{stored.block}.experts.gate_up_proj", Destination(stacked.gate_up.data, (num, 2 * width, hidden), of_rank)
+        inputs = (*ALL * 2, slice(own.start, own.stop))
+        yield f"{stored.block}.experts.{down}", Destination(stacked.down.data, (num, hidden, width), places=(inputs,))
+        return
     pairs, are_halves = slice(2 * own.start, 2 * own.stop), stored.form == "halves"
     for name, weight, is_paired in ((gate_up, stacked.gate_up, True), (down, stacked.down, False)):
         for suffix, whole in (("", weight.data.transpose(1, 2)), ("_bias", weight.bias)):

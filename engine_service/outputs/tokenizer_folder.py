@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from ..model.checkpoint.errors import ModelConfigError, ModelFileMissingError, TokenizerError
 from ..model.checkpoint.json_file import POINTER_SAID, is_pointer, read_json_object
+from ..model.checkpoint.text_part import unwrap
 
 _CONFIG, _TOKENS_MAP, _ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _EOS_FILES: Final = ("generation_config.json", "config.json")
@@ -165,7 +166,7 @@ def _by_name(paths: Iterable[Path]) -> dict[str, Path]:
 
 def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
     for name in _EOS_FILES:
-        found = _read_optional(folder / name).get("eos_token_id")
+        found = unwrap(_read_optional(folder / name)).get("eos_token_id")
         if found is not None:
             ids = found if isinstance(found, list) else [found]
             if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):

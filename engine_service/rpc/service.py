@@ -253,6 +253,7 @@ class EngineService:
             max_stop_strings=self._config.max_stop_strings,
             max_stop_bytes=self._config.max_stop_bytes,
             chat_template="" if self.text.tokenizer is None else self.text.tokenizer.chat_template,
+            text_part_of=model.text_part_of,
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:

@@ -71,7 +71,7 @@ class Engines:
 
     def __init__(self, client: Client, form: str = "qwen", error: Exception | None = None) -> None:
         self._engine = engine = Engine(client, form)  # type: ignore[arg-type]
-        engine.model = SimpleNamespace(model_id="m", max_tokens_per_sequence=100, revision="r" * 64)  # type: ignore[assignment]
+        engine.model = SimpleNamespace(model_id="m", text_part_of="", max_tokens_per_sequence=100, revision="r" * 64)  # type: ignore[assignment]
         engine.form, engine._asked_at = choose_form(None, form), float("inf")
         self._error = error
         self.keys: list[str] = []

@@ -19,12 +19,12 @@ from kvkeeper.engine_service.values.batch import Batch
 from tests.e2e.test_take_over import take_over
 from tests.support.models.tiny_models import (
     TINY_MODELS,
-    TinyModel,
     build_model_folder,
     quiet_transformers,
     random_tokens,
     tiny_model,
 )
+from tests.support.models.wrapped import wrap
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services, until
 
 CHECKPOINT = 2 * BLOCK_SIZE
@@ -33,18 +33,28 @@ NUM_NEW = 20
 SAMPLED = Sampling(temperature=1.0, seed=7)
 
 
+# Alone, or with towers beside them as they are released; and the groups that their layers come in.
+KINDS = {"qwen3_next": ("", 4), "qwen3_5_27b": ("qwen3_5", 3), "qwen3_5_35b_a3b": ("qwen3_5_moe", 4)}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind = tiny_model("qwen3_next")
-    return build_model_folder(tmp_path_factory.mktemp("model"), TinyModel(kind.name, kind.family, kind.overrides))
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_model_folder(tmp_path_factory.mktemp("model"), tiny_model(kind))
+    wrapper, _ = KINDS[kind]
+    return wrap(folder, wrapper=wrapper) if wrapper else folder
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """What transformers says after each prompt, greedily."""
+    """What transformers says after each prompt, greedily, computing all of it again for each token."""
     with quiet_transformers():
         network = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        rest = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NUM_NEW}
+        rest = {"use_cache": False, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NUM_NEW}
         texts = [network.generate(torch.tensor([prompt]), **rest)[0].tolist() for prompt in PROMPTS]
     return [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
 
@@ -65,7 +75,7 @@ async def crowd(
     found += await asyncio.gather(*(generate(client, prompt, NUM_NEW, SAMPLED, n=3) for prompt in PROMPTS[1:]))
     found += [await generate(client, prompt, 8, n=2, beam_search=BeamSearch(3)) for prompt in PROMPTS[1:3]]
     pool = await world.wait_idle()
-    assert len(pool.pool.spec.groups) == 4
+    assert len(pool.pool.spec.groups) == len(model.groups)
     return found
 
 
@@ -82,7 +92,10 @@ def undisturbed(model: ServedModel) -> list[Output]:
     return asyncio.run(run())
 
 
-async def test_the_tokens_are_those_of_transformers(undisturbed: list[Output], expected: list[list[int]]) -> None:
+async def test_the_tokens_are_those_of_transformers(
+    kind: str, model: ServedModel, undisturbed: list[Output], expected: list[list[int]]
+) -> None:
+    assert (model.text_part_of, len(model.groups)) == KINDS[kind]
     assert ids_of(undisturbed)[:12] == [[tokens] for tokens in expected * 3]
     assert [output.usage.cached_tokens for output in undisturbed[:4]] == [0, 0, 0, 0]
     # A hit ends at a checkpoint, and one token is left to compute.
@@ -162,7 +175,8 @@ async def test_a_checkpoint_that_is_written_too_late_changes_the_tokens_behind_a
 
     monkeypatch.setattr(model_runner, "find_runs", whole)
     client = await world.serve(model, cache={"num_blocks": 400})
-    outputs = [await generate(client, PROMPTS[3], NUM_NEW) for _ in range(2)]
-    assert outputs[0].token_ids == [expected[3]]
-    assert outputs[1].usage.cached_tokens == 32
-    assert outputs[1].token_ids != [expected[3]]
+    assert (await generate(client, PROMPTS[3], NUM_NEW)).token_ids == [expected[3]]
+    prompts = [random_tokens(40, seed=seed) for seed in range(8)]
+    cold, warm = [[await generate(client, prompt, NUM_NEW) for prompt in prompts] for _ in range(2)]
+    assert {output.usage.cached_tokens for output in warm} == {32}
+    assert ids_of(cold) != ids_of(warm)

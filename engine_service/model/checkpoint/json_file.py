@@ -27,7 +27,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         if is_pointer(content):
             raise ModelConfigError(path.name, POINTER_SAID)
-        parsed = json.loads(content)
+        parsed = json.loads(content, object_hook=_number)
     except FileNotFoundError:
         raise ModelFileMissingError(str(path)) from None
     except OSError as error:
@@ -37,6 +37,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ModelConfigError(path.name, f"must hold an object, holds {type(parsed).__name__}")
     return parsed
+
+
+def _number(found: dict[str, Any]) -> object:
+    """A number that JSON cannot say, as the transformers library writes it."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 CONFIG_FILE: Final = "config.json"

@@ -66,6 +66,7 @@ class DeltaFamily:
     linear_key_head_dim, linear_value_head_dim and linear_conv_kernel_dim.
 
     full_every: of full_attention_interval, where layer_types does not say which layers are which.
+    is_mixed: what a layer projects is stored key head by key head, each with all kinds; otherwise kind by kind.
     """
 
     key_heads: int
@@ -74,6 +75,7 @@ class DeltaFamily:
     value_dim: int
     kernel: int
     full_every: int
+    is_mixed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class ExpertNames:
         intermediate_key: the field of config.json with an expert's width.
         router: its name in the block.
         form: stored one by one; or stacked, the inputs of each before its outputs, and gate and up in turn (halves: one behind
-            the other).
+            the other); or as one by one, but of all experts together (outputs_first), which a quantised checkpoint does not do.
         has_bias: of the router, and of stacked experts.
         shared: name of the MLP in the block that all tokens go through; "": none. default_shared: of n_shared_experts.
         shared_key: the field of config.json with its width; "": it is n_shared_experts times an expert's.
@@ -97,7 +99,7 @@ class ExpertNames:
     always_renormalises: bool
     intermediate_key: str
     router: str = "gate"
-    form: Literal["single", "stacked", "halves"] = "single"
+    form: Literal["single", "stacked", "halves", "outputs_first"] = "single"
     has_bias: bool = False
     shared: str = ""
     default_shared: int = 1

@@ -1,11 +1,22 @@
 """FAMILIES: every family that the decoder has, by the `model_type` of its config.json."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from .family import DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule
 
 _EACH = ("gate_proj", "up_proj", "down_proj")
+_QWEN3_5 = Family(
+    qk_norm="head",
+    head_dim=256,
+    has_norm_offset=True,
+    has_output_gate=True,
+    has_partial_rope=True,
+    default_part=0.25,
+    ignores="mtp.",
+    delta=DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4, is_mixed=False),
+)
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_v2": Family(
@@ -194,6 +205,21 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "qwen2": Family(qkv_bias=True, o_bias=False, windows="switched", default_window=4096),
     "qwen3": Family(qk_norm="head", head_dim=128, windows="switched", default_window=4096),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        mlp_width="moe_intermediate_size",  # all layers have experts
+        experts=ExpertNames(
+            "mlp",
+            _EACH,
+            always_renormalises=True,
+            intermediate_key="moe_intermediate_size",
+            form="outputs_first",
+            shared="shared_expert",
+            shared_key="shared_expert_intermediate_size",
+            shared_gate="shared_expert_gate",
+        ),
+    ),
+    "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": Family(
         qk_norm="head",
         windows="switched_all",

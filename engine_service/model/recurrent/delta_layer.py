@@ -110,13 +110,18 @@ def allocate_delta(shape: DeltaNetShape, hidden_size: int, empty: Empty) -> Delt
     )
 
 
-def delta_destinations(shape: DeltaNetShape, weights: DeltaWeights) -> Iterator[tuple[str, Destination]]:
-    """(name within the layer, destination) of every stored tensor but the output projection."""
+def delta_destinations(shape: DeltaNetShape, weights: DeltaWeights, *, is_mixed: bool) -> Iterator[tuple[str, Destination]]:
+    """(name within the layer, destination) of every stored tensor but the output projection. is_mixed: as of DeltaFamily."""
     assert isinstance(weights.mixed, LinearWeight), "weights are quantised when all are read"
     keys, values = shape.key_dim, shape.num_value_heads // shape.num_key_heads * shape.value_dim
     each = shape.num_value_heads // shape.num_key_heads
-    yield "linear_attn.in_proj_qkvz.weight", _by_kind(weights.mixed.data, (keys, keys, values, values), shape)
-    yield "linear_attn.in_proj_ba.weight", _by_kind(weights.gates.data, (each, each), shape)
+    if is_mixed:
+        yield "linear_attn.in_proj_qkvz.weight", _by_kind(weights.mixed.data, (keys, keys, values, values), shape)
+        yield "linear_attn.in_proj_ba.weight", _by_kind(weights.gates.data, (each, each), shape)
+    else:
+        kinds = (*weights.mixed.data.tensor_split([shape.conv_dim]), *weights.gates.data.chunk(2))
+        for name, part in zip(("qkv", "z", "b", "a"), kinds, strict=True):
+            yield f"linear_attn.in_proj_{name}.weight", take_all(part)
     yield "linear_attn.conv1d.weight", take_all(weights.conv[:, None])
     yield "linear_attn.dt_bias", take_all(weights.decay_bias)
     yield "linear_attn.A_log", take_all(weights.decay_log)

@@ -55,6 +55,13 @@ _DELTA = {
     "shared_expert_intermediate_size": 16,
     "rms_norm_eps": 0.01,  # see tiny_models.py
 }
+_SHARING = {
+    "num_hidden_layers": 10,
+    "num_kv_shared_layers": 5,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
 _SSM = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_expand": 2}
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 _LONGROPE = {
@@ -92,7 +99,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None},
     "falcon_h1": {**_SSM, "mamba_d_ssm": 64},
     "gemma3": {"text_config": _COMMON, "vision_config": _VISION},
-    "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 8},
+    # As released: heads of full layers are twice as long, and the last layers have no K and V of their own.
+    "gemma3n_text": _SHARING | {"laurel_rank": 4},
+    "gemma4_text": _SHARING | {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
@@ -120,6 +129,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 1, "num_decoder_layers": 2},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "is_encoder_decoder": False},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20, "enable_pronunciation": False, "enable_shape": False},

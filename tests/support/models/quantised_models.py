@@ -36,6 +36,8 @@ def build_both(folder: Path, model: TinyModel, format_: Quantised, *, skipped: s
     """A folder in this format, and one with the weights that it means. Modules whose name holds `skipped` stay as they are."""
     plain = build_model_folder(folder / "plain", model)
     tensors = load_file(plain / "model.safetensors")
+    if model.family == "Qwen3_5MoeText":
+        tensors = _apart(tensors)
     stored: Tensors = {}
     for name, tensor in tensors.items():
         if format_.name == "mxfp4" and name.endswith("experts." + name.rpartition(".")[2]) and not name.endswith("_bias"):
@@ -62,6 +64,21 @@ def build_both(folder: Path, model: TinyModel, format_: Quantised, *, skipped: s
     (packed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     save_file(tensors, plain / "model.safetensors")
     return packed, plain
+
+
+def _apart(tensors: Tensors) -> Tensors:
+    """Experts one by one, each with its outputs first, as tools that quantise products have them."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if not module.endswith(".experts"):
+            found[name] = tensor
+            continue
+        parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
+        for index, expert in enumerate(tensor):
+            for part, half in zip(parts, expert.chunk(len(parts)), strict=True):
+                found[f"{module}.{index}.{part}.weight"] = half.contiguous()
+    return found
 
 
 def _grouped(weight: np.ndarray, group: int, bits: int, *, symmetric: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

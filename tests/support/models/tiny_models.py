@@ -96,6 +96,32 @@ _DELTA = {
 }
 
 
+# Released shapes of Qwen3.5, scaled down: as many heads of queries for one of keys, and of values for one of keys, and the same
+# pattern of layers. Each state fits blocks of four tokens.
+_QWEN3_5 = {
+    "rms_norm_eps": 0.01,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+    },
+}
+_QWEN3_5_MOE = _QWEN3_5 | {
+    "num_attention_heads": 16,
+    "linear_num_value_heads": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """A family and what differs from the common tiny config."""
@@ -142,6 +168,17 @@ TINY_MODELS = (
             "rope_parameters": _PARTIAL_ROPE,
         },
     ),
+    TinyModel(
+        "qwen3_5_0_8b",
+        "Qwen3_5Text",
+        _QWEN3_5 | {"num_attention_heads": 8, "linear_num_value_heads": 2, "tie_word_embeddings": True},
+    ),
+    TinyModel(
+        "qwen3_5_27b",
+        "Qwen3_5Text",
+        _QWEN3_5 | {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 6},
+    ),
+    TinyModel("qwen3_5_35b_a3b", "Qwen3_5MoeText", _QWEN3_5_MOE),
     TinyModel("mixtral", "Mixtral", {"num_local_experts": 4}),
     TinyModel("mixtral_window", "Mixtral", {"num_local_experts": 4, "sliding_window": 8}),
     TinyModel("qwen3_moe", "Qwen3Moe", _EXPERTS),
@@ -201,6 +238,9 @@ TINY_MODELS = (
 )
 
 
+_WITH_DELTA = ("qwen3next", "qwen35")
+
+
 def tiny_model(name: str) -> TinyModel:
     """The one of TINY_MODELS that has this name."""
     return next(model for model in TINY_MODELS if model.name == name)
@@ -212,18 +252,26 @@ def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_sha
     torch.manual_seed(seed)
     with quiet_transformers():
         network = getattr(transformers, f"{model.family.removesuffix('Text')}ForCausalLM")(config)
-        with torch.no_grad():
-            for name, parameter in network.named_parameters():
-                if name.endswith(("bias", "sinks")):
-                    parameter.normal_(0, 0.1)
-                elif "norm" in name:
-                    is_factor = model.family != "Qwen3Next" or name.endswith("linear_attn.norm.weight")  # else of 1 + weight
-                    parameter.normal_(1 if is_factor else 0, 0.1)
-            for name, buffer in network.named_buffers():
-                if name.endswith("e_score_correction_bias"):
-                    buffer.normal_(0, 0.1)
+        randomise(network, model.family)
         network.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def randomise(network: Any, family: str) -> None:
+    """Draw biases and norms too. family: the name or the type of the text model, which says whether norms are 1 + weight."""
+    has_offset = family.lower().replace("_", "").startswith(_WITH_DELTA)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.normal_(0, 0.1)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-4, 0)  # the library's own are forgotten within a token or two, so that no state shows
+            elif "norm" in name:
+                is_factor = name.endswith("linear_attn.norm.weight") or not has_offset
+                parameter.normal_(1 if is_factor else 0, 0.1)  # else of 1 + weight
+        for name, buffer in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
 
 
 def write_v4_config(folder: Path) -> None:

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +47,13 @@ def snapshot(folder: Path) -> Path:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Served]:
-    """With these flags, and all else as it is by default."""
+def serving(*flags: str, change: Callable[[Path], object] | None = None) -> Iterator[Served]:
+    """With these flags, and all else as it is by default. change: of the model's folder."""
     http, cache, engine, metrics = free_ports(4)
     with short_folder() as folder, hub(str(folder / "hub")) as stand_in, (folder / "log").open("w") as log:
         model = snapshot(folder)
+        if change is not None:
+            change(model)
         command = [sys.executable, "-m", "kvkeeper.cli", "serve", str(model), "--json", "--pool-memory", "64MiB", *flags]
         command += ["--http", http, "--cache-listen", cache, "--engine-listen", engine]
         if "--gateway" in flags:

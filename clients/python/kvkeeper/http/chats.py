@@ -21,7 +21,7 @@ _REASONS = {"length": "length", "stop": "stop", "end_of_sequence": "stop", None:
 async def converse(call: Call) -> Work:
     """Raises HttpError, KvkeeperError."""
     request = read(ChatRequest, call.body)
-    return (await prepare(await call.engine(request.model), request))[0]
+    return (await prepare(await call.engine(request.model, request.messages), request))[0]
 
 
 async def prepare(engine: Engine, request: ChatRequest) -> "tuple[Work, ChatWriter]":

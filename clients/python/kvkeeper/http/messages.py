@@ -45,14 +45,14 @@ def anthropic_body(error: HttpError) -> Mapping[str, Any]:
 async def create_message(call: Call) -> "Message":
     """POST /v1/messages. Raises HttpError, KvkeeperError."""
     request = read(MessageRequest, call.body, MESSAGES_REFUSED, MESSAGES_NO_EFFECT)
-    engine = await call.engine(request.model)
+    engine = await call.engine(request.model, request.messages)
     return Message(request, *await prepare(engine, ChatRequest.model_validate(answer_fields(request))))
 
 
 async def count_tokens(call: Call) -> dict[str, Any]:
     """POST /v1/messages/count_tokens."""
     request = read(CountRequest, call.body, MESSAGES_REFUSED, MESSAGES_NO_EFFECT)
-    engine = await call.engine(request.model)
+    engine = await call.engine(request.model, request.messages)
     has_tools = request.tool_choice is None or request.tool_choice.type != "none"
     effort = request.output_config.effort if request.output_config is not None else None
     arguments = {} if effort is None else {"reasoning_effort": effort}

@@ -27,7 +27,7 @@ async def tokenize(call: Call) -> dict[str, Any]:
     """POST /tokenize: of a text as a completion's prompt has them, or of a conversation."""
     is_chat = "messages" in read_json(call.body)
     request = read(ChatToTokenize, call.body) if is_chat else read(TextToTokenize, call.body)
-    engine = await call.engine(request.model)
+    engine = await call.engine(request.model, request.messages if isinstance(request, ChatToTokenize) else None)
     where = "messages" if is_chat else "prompt"
     prompt = make_chat(request) if isinstance(request, ChatToTokenize) else request.prompt
     tokens = await get_tokens(engine, prompt, where)

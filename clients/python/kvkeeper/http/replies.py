@@ -26,7 +26,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 async def reply(call: Call) -> "Reply":
     """Raises HttpError, KvkeeperError."""
     request = read(ReplyRequest, call.body, REPLIES_REFUSED, REPLIES_NO_EFFECT)
-    engine = await call.engine(request.model)
+    engine = await call.engine(request.model, request.input, "input")
     return Reply(request, *await prepare(engine, ChatRequest.model_validate(chat_fields(request))))
 
 

@@ -34,10 +34,9 @@ torch.set_num_threads(1)
 SIZE = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind = tiny_model("qwen3_next")
-    return build_model_folder(tmp_path_factory.mktemp("model"), kind)
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_27b", "qwen3_5_35b_a3b"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model_folder(tmp_path_factory.mktemp("model"), tiny_model(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +98,32 @@ def test_a_token_without_a_page_is_no_step(model: Decoder) -> None:
         tables.runner.forward(tables.batch_of([ScheduledRow(range(6), 0, own[0])], [own]))
 
 
-def test_layers_with_states_come_in_as_few_groups_as_fit() -> None:
-    recurrent = [layer for layer in range(48) if (layer + 1) % 4]
-    large = DeltaNetShape(16, 32, 128, 128, 4)
-    assert large.state_bytes(2) == 2_146_304
-    token_bytes = 2 * 2 * 256 * 2  # Qwen3-Next-80B-A3B in 16 bit: K and V of two heads
-    with pytest.raises(UnsupportedModelError, match=r"--block-size 16 .* 350 or more: a block holds a state of 4 layers"):
-        group_states(recurrent, 48, large.state_bytes(2), token_bytes, 16, 1)
-    for block_size, sizes in ((350, [4] * 9), (528, [6] * 6), (1024, [9] * 4)):
-        first, *others = group_states(recurrent, 48, large.state_bytes(2), token_bytes, block_size, 3)
-        assert first == LayerGroup(tuple(range(3, 48, 4)), None)
+# Of released models in 16 bit: layers, one of which in four attends; heads of keys and of values of states; heads of K and V.
+RELEASED = {
+    "Qwen3-Next-80B-A3B": (48, 16, 32, 2, 88, ((88, [1] * 36), (350, [4] * 9), (528, [6] * 6), (1024, [9] * 4))),
+    "Qwen3.5-0.8B": (24, 16, 16, 2, 89, ((89, [1] * 18), (1024, [9] * 2))),
+    "Qwen3.6-27B": (64, 16, 48, 4, 98, ((98, [2] * 24), (1024, [16] * 3))),
+    "Qwen3.6-35B-A3B": (40, 16, 32, 2, 105, ((105, [1] * 30), (1024, [8, 8, 8, 6]))),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_layers_with_states_come_in_as_few_groups_as_fit(name: str) -> None:
+    num_layers, num_keys, num_values, kv_heads, least, fitting = RELEASED[name]
+    recurrent = [layer for layer in range(num_layers) if (layer + 1) % 4]
+    state_bytes = DeltaNetShape(num_keys, num_values, 128, 128, 4).state_bytes(2)
+    token_bytes = 2 * kv_heads * 256 * 2
+    for too_small in (16, least - 1):
+        with pytest.raises(UnsupportedModelError, match=rf"--block-size {too_small} .* {least} or more: a block holds"):
+            group_states(recurrent, num_layers, state_bytes, token_bytes, too_small, 1)
+    for block_size, sizes in fitting:
+        first, *others = group_states(recurrent, num_layers, state_bytes, token_bytes, block_size, 3)
+        assert first == LayerGroup(tuple(range(3, num_layers, 4)), None)
         assert [len(group.layers) for group in others] == sizes
         assert [layer for group in others for layer in group.layers] == recurrent
         assert {group.checkpoint_blocks for group in others} == {3}
-        assert [group.state_bytes for group in others] == [size * large.state_bytes(2) for size in sizes]
+        assert [group.state_bytes for group in others] == [size * state_bytes for size in sizes]
+        assert len(others) < 40
 
 
 RAW = {
@@ -167,3 +178,15 @@ def test_decodes_are_not_captured_and_a_warm_up_changes_no_state(model: Decoder)
         "decodes of a model with recurrent layers are computed without CUDA graphs"
     ]
     assert not tables.view.any()
+
+
+def test_there_may_be_a_group_for_each_of_many_layers(tmp_path: Path) -> None:
+    kind = tiny_model("qwen3_next")
+    layers = ["linear_attention"] * 20 + ["full_attention"]
+    changes = {"num_hidden_layers": len(layers), "layer_types": layers}
+    folder = build_model_folder(tmp_path, dataclasses.replace(kind, overrides=kind.overrides | changes))
+    cases = [NumericsCase(random_tokens(2 * SIZE + 1))]
+    tables = HandTables(load_model(folder, progress=False)[0], SIZE)
+    assert tables.num_state_groups == 20
+    reference = reference_logits(folder, cases)
+    assert reference.error(tables.compute(cases, 5)) <= 1e-4  # of 20 layers that round one behind the other

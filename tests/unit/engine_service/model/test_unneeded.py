@@ -17,7 +17,8 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import WeightsError
 from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.families.table import FAMILIES
-from kvkeeper.engine_service.model.loader import list_left_out, load_model
+from kvkeeper.engine_service.model.left_out import list_left_out
+from kvkeeper.engine_service.model.loader import load_model
 from tests.support.models.quantised_models import FORMATS, Tensors, build_both
 from tests.support.models.tiny_models import (
     TINY_MODELS,
