@@ -148,10 +148,9 @@ class SequenceTable:
     # Starts and swaps
 
     def place_start(
-        self, slot: int, hits: Int32Array, new_blocks: Int32Array, num_reserved: int, step_id: int, now: float
+        self, slot: int, hits: Int32Array, hit_len: int, new_blocks: Int32Array, num_reserved: int, step_id: int, now: float
     ) -> None:
-        """A waiting sequence gets its first blocks: those of its hit, then new ones."""
-        hit_len = len(hits) * self.block_size
+        """A waiting sequence gets its first blocks: those of its hit of so many tokens, then new ones."""
         self.tables.place(slot, 0, hits)
         self.tables.place(slot, len(hits), new_blocks)
         self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
@@ -161,6 +160,7 @@ class SequenceTable:
         """So many tokens of a start are there, and count as committed."""
         for column in (self.num_committed, self.num_reserved_before, self.num_hit):
             column[slot] = hit_len
+        self.may_copy[slot] = hit_len % self.block_size > 0  # the last block of the hit is another's
 
     def end_load(self, slot: int, hit_len: int, step_id: int) -> None:
         """The loads of a start have ended; so much of its hit is there, and what was reserved counts from this step on."""

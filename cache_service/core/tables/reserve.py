@@ -98,6 +98,12 @@ class Reservations:
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
         return places[(pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0)]
 
+    def copy_hit(self, owner: SessionState, log: StepLog, slot: int, wanted: int) -> None:
+        """Copies what a start on a partly filled block is about to write; there is room for it."""
+        if len(due := self.copies_due(owner, slot, wanted)):
+            self._copy_on_write(owner, log, slot, due)
+            self._sequences.grant_one(slot, int(self._sequences.num_committed[slot]), wanted, owner.step_id)
+
     def _reserve_in_order(
         self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array
     ) -> Grants:
