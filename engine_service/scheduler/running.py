@@ -63,9 +63,7 @@ class RunningSequences:
         self._numbers: dict[str, int] = {}
         self._num_rows_of: Counter[str] = Counter()
         self.discarded = np.zeros(num_rows, bool)  # ended: what the device draws for it now counts no more
-        self.completing = np.zeros(
-            num_rows, bool
-        )  # ended, and leaves once that is computed: its states are behind those tokens
+        self.completing = np.zeros(num_rows, bool)  # ended, and stays until that is computed: its states are behind it
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         self.tokens = untouched(num_rows, max_len)
         # Of each group of layers a table, behind that of the group before; null blocks behind each table.

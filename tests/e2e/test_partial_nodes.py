@@ -1,7 +1,5 @@
 """Conversations whose turns end anywhere: the next turn starts where the last one ended, with the tokens of a cold run."""
 
-import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest

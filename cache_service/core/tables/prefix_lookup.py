@@ -72,6 +72,13 @@ class PrefixLookup:
         nodes = self._match(slot, self._most_blocks(slot, max_hit))
         return nodes if len(nodes) * self._block_size >= self.min_tokens else NO_INT32
 
+    def find_part(self, slot: int, max_hit: int) -> int:
+        """Tokens of the whole blocks that a waiting sequence could hit if all groups of layers had the states behind them."""
+        num_most = self._most_blocks(slot, max_hit)
+        tokens = self._sequences.tokens.known(slot)[: num_most * self._block_size]
+        nodes = self.match_tokens(int(self._sequences.roots[slot]), tokens, num_most)
+        return len(nodes) * self._block_size
+
     def find_partial(self, slot: int, max_hit: int, num_least: int) -> PartialHit | None:
         """The longest hit of more than num_least tokens that a waiting sequence can start on and that ends within a block."""
         seqs = self._sequences

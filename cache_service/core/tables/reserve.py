@@ -32,7 +32,7 @@ class Reservations:
         """Grants each sequence slots up to most[i], in order; the protocol says which items are refused."""
         seqs, pool, claims = self._sequences, self._pool, self._claims
         held = seqs.num_reserved[slots]
-        wanted = np.maximum(held, most)
+        wanted = np.maximum(held, seqs.until_part(slots, held, least, most) if seqs.has_states else most)
         table_lens = (held + self._round_up) // self._divisor
         num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]

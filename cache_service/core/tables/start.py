@@ -26,7 +26,7 @@ class Hit(NamedTuple):
     joined: loads under way that bring a part of it, where it is not wholly on the device; else None. logits: what follows the
     whole prompt, where no token is left to compute. hosts [groups * n]: with joined, the host copies. A block of 0 is to be
     loaded where it has one, and is a hole elsewhere. partial: where the hit ends within a block; the blocks [groups * (n + 1)]
-    include those of the partial node then.
+    include those of the partial node then. part_len: where whole blocks end that lack the states behind them; 0 where none do.
     """
 
     nodes: Int32Array
@@ -35,6 +35,7 @@ class Hit(NamedTuple):
     logits: bytes | None
     hosts: Int32Array = NO_INT32
     partial: PartialHit | None = None
+    part_len: int = 0
 
     def num_tokens(self, block_size: int) -> int:
         return len(self.nodes) * block_size if self.partial is None else self.partial.num_tokens
@@ -98,6 +99,8 @@ class SequenceStarter:
         """
         claims = self._claims
         hit = self._find_hit(owner, slot, max_hit, exactly)
+        if owner.takes_partial and self._sequences.has_states and hit.joined is None and not exactly:
+            hit = hit._replace(part_len=self._lookup.find_part(slot, max_hit))
         fit = self._fit(slot, hit, max_new, num_spare, exactly)
         if fit.num_short and (hit.joined is not None or hit.partial is not None):
             hit = self._part_on_device(hit)
@@ -157,6 +160,8 @@ class SequenceStarter:
         least, most = hit_len + (hit.logits is None), min(hit_len + max_new, int(seqs.num_tokens[slot]))
         if exactly:
             least = most = max(exactly, hit_len)
+        elif hit_len < hit.part_len < most:
+            most = hit.part_len
         num_loads = hit.num_loads if hit.partial is None else seqs.num_groups  # or what is copied before it is written
         num_room = self._blocks_left.beside(hit.blocks, num_spare + num_loads)
         num_new = seqs.num_blocks(most) - num_hits
@@ -191,6 +196,7 @@ class SequenceStarter:
             seqs.begin_load(slot)
             return
         seqs.set_hit(slot, hit_len)
+        seqs.set_part(slot, hit.part_len)
         seqs.set_published(slot, len(hit.nodes), int(hit.nodes[-1] if len(hit.nodes) else seqs.roots[slot]))
         seqs.run(slot)
         if hit.partial is not None:

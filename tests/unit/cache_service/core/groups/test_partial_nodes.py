@@ -105,10 +105,12 @@ def _pool(**config: Any) -> CorePool:
     return CorePool(**{"num_blocks": 33, "block_size": 4, "takes_partial": True} | config)
 
 
-def _talk(pool: CorePool, sequence_id: int, tokens: list[int], **args: Any) -> int:
+def _talk(pool: CorePool, sequence_id: int, tokens: list[int], most: int = ALL, **args: Any) -> int:
     """A sequence that computes these tokens and ends. Returns how many it found."""
     pool.create(sequence_id, tokens, **args)
-    hit = int(pool.step(starts=[(sequence_id, ALL, ALL)]).start_hits[0])
+    hit = int(pool.step(starts=[(sequence_id, ALL, most)]).start_hits[0])
+    while (reserved := pool.counters(sequence_id)[2]) < len(tokens):  # where it parts from another one, its grant ends
+        pool.step(commits=[(sequence_id, reserved, [])], reserves=[(sequence_id, reserved + 1, len(tokens))])
     pool.step(commits=[(sequence_id, len(tokens), [])])
     pool.release(sequence_id)
     return hit
@@ -172,6 +174,22 @@ def test_it_goes_with_the_node_that_it_is_behind(monkeypatch: pytest.MonkeyPatch
     assert (len(index.partials), pool.manager.queries.stats().num_free_blocks) == (0, 32)
 
 
+def test_a_prompt_that_parts_from_another_one_leaves_its_states_there() -> None:
+    """So the third prompt that begins as the first two finds what they have in common, whatever the checkpoints are."""
+    pool, common = _pool(group_spans=(WHOLE, state_span(50)), num_blocks=100), list(range(32))
+    assert _talk(pool, 1, [*common, *range(50, 60)]) == 0
+    pool.create(2, [*common, *range(60, 70)])
+    reply = pool.step(starts=[(2, 20, ALL)])
+    assert (reply.start_hits.tolist(), reply.start_reserved.tolist()) == ([0], [20])
+    reply = pool.step(commits=[(2, 20, [])], reserves=[(2, 21, 42)])
+    assert reply.reserve_reserved.tolist() == [32], "a step ends where the two part"
+    reply = pool.step(commits=[(2, 32, [])], reserves=[(2, 33, 42)])
+    assert reply.reserve_reserved.tolist() == [42]
+    pool.step(commits=[(2, 42, [])])
+    assert _talk(pool, 3, [*common, *range(70, 80)]) == 32
+    assert _talk(pool, 4, [*common, *range(70, 80), 5]) == 42
+
+
 def test_a_hit_needs_what_each_window_reads() -> None:
     pool, tokens = _pool(group_spans=make_spans(0, 5)), list(range(10))
     _talk(pool, 1, tokens)
@@ -232,10 +250,7 @@ def test_every_token_that_is_not_found_has_a_cause() -> None:
     pool = _pool(group_spans=_STATES)
     _talk(pool, 1, list(range(30)))
     for number, (shared, rest, most) in enumerate([(30, 5, ALL), (30, 20, ALL), (30, 9, 31), (27, 9, ALL), (25, 1, 25)], 2):
-        pool.create(number, [*range(shared), *([77 + number] * rest)])
-        pool.step(starts=[(number, ALL, most)])  # audits the sum
-        pool.step(commits=[(number, shared + rest, [])])
-        pool.release(number)
+        _talk(pool, number, [*range(shared), *([77 + number] * rest)], most)  # each step audits the sum
     misses = {miss.cause: miss.num_tokens for miss in pool.manager.queries.stats().misses}
     assert misses[MatchEnd.PARTIAL_BLOCK] > 0
 
