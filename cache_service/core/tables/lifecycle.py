@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..sequences.spans import fork_length, truncated_length
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import Int32Array, Int64Array, ReuseHint, SequenceState
+from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ReuseHint, SequenceState
 
 _RUNNING = int(SequenceState.RUNNING)  # a member's look-up in its class costs more than the comparison
 
@@ -94,12 +94,12 @@ class SequenceLifecycle:
         """
         seqs = self._sequences
         running = [slot for slot in slots if seqs.states[slot] == _RUNNING]
+        if keeps_partial and owner.takes_partial and self._is_shared and not self._publisher.is_paused:
+            for slot in running:
+                self._keep_partial(slot)
         self._report_uses(running)
         if self._is_shared:
             self._note_ends(running)
-            if keeps_partial and owner.takes_partial and not self._publisher.is_paused:
-                for slot in running:
-                    self._keep_partial(slot)
         # Deepest first, so that leaves are evicted before their parents.
         tables = [seqs.tables.leaves_first(slot) for slot in running]
         if tables:
@@ -181,10 +181,24 @@ class SequenceLifecycle:
     def _use(self, slot: int) -> Use:
         seqs = self._sequences
         num_published = int(seqs.num_published[slot])
+        beside, places = self._find_beside(slot, num_published)
         return Use(
             blocks=seqs.tables.rows[slot, :num_published],
             tokens=seqs.tokens.rows(slot)[slot, : num_published * self._block_size],
             root=self._seed(slot),
             priority=int(seqs.priorities[slot]),
             num_blocks=len(seqs.tables.get(slot)),
+            beside=beside,
+            places=places,
         )
+
+    def _find_beside(self, slot: int, num_published: int) -> tuple[Int32Array, Int64Array]:
+        """[m] indexed blocks that the sequence has beside its path, and [m] the places on the path that they are at."""
+        seqs, indexed = self._sequences, self._pool.indexed
+        last = seqs.tables.get(slot)[num_published : num_published + 1]
+        if not num_published or (seqs.num_groups == 1 and not (len(last) and indexed[last[0]])):
+            return NO_INT32, NO_INT64
+        tables = [last, *seqs.tables.get_further(slot)]
+        found = [(indexed[table] & (table > 0)).nonzero()[0] for table in tables]
+        blocks = np.concatenate([table[places] for table, places in zip(tables, found, strict=True)])
+        return blocks, np.minimum(np.concatenate([found[0] + num_published, *found[1:]]), num_published - 1)

@@ -200,7 +200,10 @@ class SequenceStarter:
         seqs.set_published(slot, len(hit.nodes), int(hit.nodes[-1] if len(hit.nodes) else seqs.roots[slot]))
         seqs.run(slot)
         if hit.partial is not None:
-            self._index.partials.touch(hit.partial.node)
+            if seqs.has_states:
+                self._index.partials.touch(hit.partial.node)
+            else:  # others would save less than a block by it, so the sequence goes on in its blocks
+                self._pool.unindex(self._index.partials.forget_blocks(hit.partial.node.blocks))
             counters.num_partial_hits += 1
             counters.num_partial_hit_tokens += hit.partial.num_gained
             self._reservations.copy_hit(owner, log, slot, fit.num_slots)
