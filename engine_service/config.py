@@ -303,11 +303,11 @@ class EngineConfig(ServiceConfig):
         " without, and so are all by a cache service that knows no such tables.",
     )
     checkpoint_tokens: int = _model(
-        1024,
+        8192,
         "of models with recurrent layers, tokens from one state that is kept to the next",
         check=between(1, 1 << 20, "tokens"),
-        details="In whole blocks, and one block at least. A prefix hit ends at such a state, and what a preemption takes is"
-        " computed again from the last one. Each of them takes a block of every group of recurrent layers. Engines share KV"
+        details="In whole blocks, and one block at least. A prefix hit ends at such a state, or at one that is kept where a"
+        " sequence ended or prompts part. Each of them takes a block of every group of recurrent layers. Engines share KV"
         " only where it is equal.",
     )
     tensor_parallel: int = _model(

@@ -8,6 +8,8 @@ from collections import deque
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from .blocks.allocator import BlockAllocator
 from .blocks.block_pool import BlockPool
 from .blocks.blocks_left import BlocksLeft
@@ -107,6 +109,7 @@ class PoolState:
             clock=self.clock,
             group_spans=config.group_spans,
             has_tail=config.has_tail,
+            max_partial_nodes=config.max_partial_nodes,
         )
         self.index.roots.is_idle = self._is_idle
         self.below_blocks = BelowBlocks()
@@ -194,7 +197,9 @@ class PoolState:
         While changes are unread, none may: they name roots by numbers.
         """
         changes, seqs = self.index.change_log, self.sequences
-        if self.index.links.first_child[root] or (changes is not None and len(changes) and not changes.has_overflowed):
+        if self.index.links.first_child[root] or self.index.partials.has_below(root):
+            return False
+        if changes is not None and len(changes) and not changes.has_overflowed:
             return False
         if ((seqs.roots == root) & (seqs.states != SequenceState.FREE_SLOT)).any():
             return False
@@ -210,7 +215,8 @@ class PoolState:
         Returns the other blocks that lost their entry.
         """
         if self.lower_tier is not None and why is MatchEnd.EVICTED:
-            blocks = self.lower_tier.demote(blocks)
+            is_partial = self.index.partials.is_named[blocks]  # no lower tier has any
+            blocks = np.concatenate([blocks[is_partial], self.lower_tier.demote(blocks[~is_partial])])
         return self.publisher.forget_blocks(blocks, why)
 
     def _lose_hosts(self, hosts: Int32Array) -> None:

@@ -71,6 +71,7 @@ class SessionCalls:
             caller=counted_caller(request.client_name),
             read_only_memory=read_only,
             packs_host_blocks=request.packs_host_blocks,
+            takes_partial=request.takes_partial_blocks,
         )
         return pb.OpenSessionResponse(
             session_id=live.core.id,

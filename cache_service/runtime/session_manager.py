@@ -71,11 +71,13 @@ class SessionManager:
         caller: str = "",
         read_only_memory: bool = False,
         packs_host_blocks: bool = False,
+        takes_partial: bool = False,
     ) -> LiveSession:
         """tenant: that its caller acts for. caller: that the session and its sequences count for, see SessionTable.check_room.
 
         read_only_memory: where a process attaches, it may only read.
         packs_host_blocks: its client converts blocks for a host tier of few bits, where it runs the orders.
+        takes_partial: its hits may end within a block.
         Raises Draining, PoolNotReady, OutOfPools, OutOfSessions, InvalidField, NotImplementedYet.
         """
         if self.is_draining:
@@ -90,7 +92,7 @@ class SessionManager:
         session_id, attach_token = SessionId(secrets.token_hex(16)), secrets.token_hex(16)
         pool.manager.state.tick(self.clock.time())  # what falls due may fail, and then there is no session
         core = self.table.open(session_id, executor, ttl, client_name, self.clock.time(), caller)
-        pool.manager.sessions.open(session_id, executor, caller)
+        pool.manager.sessions.open(session_id, executor, caller, takes_partial=takes_partial)
         live = LiveSession(core, pool, attach_token, tenant, read_only_memory)
         pool.sessions.add(session_id)
         self._live[session_id] = live

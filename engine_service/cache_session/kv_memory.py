@@ -232,6 +232,7 @@ async def open_memory(
             ttl_ms=config.lease_ms,
             client_name=name,
             packs_host_blocks=True,
+            takes_partial_blocks=True,
         )
     except KvkeeperError as error:
         if model.whole is None or not refuses_groups(error):

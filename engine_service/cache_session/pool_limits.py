@@ -40,6 +40,7 @@ def make_limits(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> 
         num_host_blocks=pool.num_host_blocks,
         block_bytes=pool.block_bytes,
         prefix_caching=pool.prefix_caching,
+        takes_partial=pool.prefix_caching,
         num_usable_blocks=pool.num_blocks - 1,
         group_spans=spans,
         has_tail=any(group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.spec.groups),

@@ -46,6 +46,8 @@ class DrawnTokens:
         counts = self._settle(work)
         rows, num_new = choose(counts, work.rows, work.num_new)
         running.num_computed[rows] += num_new
+        if rows is not work.rows:
+            self._complete(work)
         num_rows = len(work.sample_rows)
         taken: NewTokens
         if len(drawn) == len(work.sampled) and rows is work.rows:
@@ -75,6 +77,13 @@ class DrawnTokens:
             drawing = np.intersect1d(drawing, rows, assume_unique=True)
         running.num_drawing[drawing] -= 1
         return is_same & ~running.discarded[work.rows]
+
+    def _complete(self, work: Work) -> None:
+        """Of rows that have ended meanwhile, the tokens that they had are computed."""
+        running = self._state.running
+        is_late = (running.serials[work.rows] == work.serials) & running.completing[work.rows]
+        rows, num_new = choose(is_late, work.rows, work.num_new)
+        running.num_computed[rows] = np.minimum(running.num_computed[rows] + num_new, running.num_tokens[rows])
 
     def _append_runs(self, work: Work, drawn: Int32Array, has_ended: set[int]) -> list[Int32Array]:
         """As append. The slots of guesses that were not kept are computed again, with other tokens. has_ended: rows."""

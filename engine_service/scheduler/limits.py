@@ -81,6 +81,7 @@ class Limits:
     num_host_blocks: int = 0  # null block included; 0: there is no host tier
     block_bytes: int = 0
     prefix_caching: bool = True
+    takes_partial: bool = False  # whether a sequence that ends leaves its last, partly filled blocks, states included
     num_usable_blocks: int = 0  # of the pool
     group_spans: tuple[ReadSpan, ...] = (WHOLE,)  # what each group of layers reads
     has_tail: bool = False  # whether the groups behind the first are finer copies, which a sequence does without

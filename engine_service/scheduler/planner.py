@@ -60,9 +60,9 @@ class Planner:
         running, limits, live = state.running, state.limits, state.running.live
         self._note_time(now)
         # What ended comes first of what a step has few of: its rows are free for all that follows.
-        ended_rows, swap_rows = self._ends(live)
+        ended_rows, swap_rows, num_staying = self._ends(live)
         num_items = limits.max_step_items - len(ended_rows) - len(swap_rows)
-        num_free_rows, promised = running.num_rows - len(live) - len(state.loading), self.promised_rows()
+        num_free_rows, promised = running.num_rows - len(live) - num_staying - len(state.loading), self.promised_rows()
         forks = self._forks.plan(num_free_rows - promised.total(), num_items)
         for child in forks:
             if child.request in promised:
@@ -93,14 +93,16 @@ class Planner:
         state.waiting.now = max(now, state.waiting.now)
         state.waiting.measure(min(state.limits.prefill_budget, state.limits.token_budget))
 
-    def _ends(self, live: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Rows to release, and rows to swap out."""
+    def _ends(self, live: IndexArray) -> tuple[IndexArray, IndexArray, int]:
+        """Rows to release, and rows to swap out; and how many stay until what the device computes for them is known."""
         running, order = self._state.running, self._state.running.order
         if live is order:
-            return NO_ROWS, NO_ROWS
-        rows = order[running.ended[order] & ~running.kept[order]][: self._state.limits.max_step_items]
-        is_swap = running.swapping[rows]
-        return rows[~is_swap], rows[is_swap]
+            return NO_ROWS, NO_ROWS, 0
+        rows = order[running.ended[order] & ~running.kept[order]]
+        leaving = choose(~running.completing[rows] | (running.num_computing[rows] == 0), rows)[0]
+        num_staying, leaving = len(rows) - len(leaving), leaving[: self._state.limits.max_step_items]
+        is_swap = running.swapping[leaving]
+        return leaving[~is_swap], leaving[is_swap], num_staying
 
     def _continue_rows(
         self, live: IndexArray, num_forks: int, *, may_start: bool

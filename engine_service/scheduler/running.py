@@ -62,7 +62,8 @@ class RunningSequences:
         self.clients = np.zeros(num_rows, np.int32)  # a number for each client that has rows
         self._numbers: dict[str, int] = {}
         self._num_rows_of: Counter[str] = Counter()
-        self.discarded = np.zeros(num_rows, bool)  # ended: what the device computes for it now counts no more
+        self.discarded = np.zeros(num_rows, bool)  # ended: what the device draws for it now counts no more
+        self.completing = np.zeros(num_rows, bool)  # ended, and stays until that is computed: its states are behind it
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         self.tokens = untouched(num_rows, max_len)
         # Of each group of layers a table, behind that of the group before; null blocks behind each table.
@@ -123,7 +124,7 @@ class RunningSequences:
         self.num_computing[row] = self.num_drawing[row] = 0
         self.num_blocks[row] = num_blocks = len(table) // self.num_groups  # of each group
         self.group_tables[row, :, :num_blocks] = table.reshape(self.num_groups, num_blocks)
-        self.ended[row] = self.kept[row] = self.swapping[row] = self.discarded[row] = False
+        self.ended[row] = self.kept[row] = self.swapping[row] = self.discarded[row] = self.completing[row] = False
         self.searches[row] = is_search = sequence.request.num_beams is not None
         self.num_searching += is_search
         self.constrained[row] = sequence.request.is_constrained

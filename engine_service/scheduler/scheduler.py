@@ -185,6 +185,7 @@ class Scheduler:
             assert sequence.row is not None
             running.ended[sequence.row], running.swapping[sequence.row] = True, False
             running.discarded[sequence.row] = True
+            running.completing[sequence.row] = self.state.limits.takes_partial and not discard
             if discard:
                 running.num_computed[sequence.row] = running.num_committed[sequence.row]
         elif state in (SequenceState.WAITING, SequenceState.SWAPPED):

@@ -95,8 +95,7 @@ class CacheLimits:
             self._queue.push(blocks, stamps)
             self._sweeper.pay(len(blocks), [self._queue])
         if self.has_quotas:
-            assert self._index.tenant_of_node is not None
-            self._tenants[blocks] = tenants = self._index.tenant_of_node[self._index.node_of_block[blocks]]
+            self._tenants[blocks] = tenants = self._tenants_of(blocks)
             for tenant in set(tenants.tolist()):
                 same = tenants == tenant
                 if tenant not in self._queues:
@@ -172,8 +171,7 @@ class CacheLimits:
         if self._ttl is not None and not np.array_equal(np.sort(self._queue.live()), blocks):
             wrong.append("the blocks that wait for their time to live are not the evictable ones")
         if self.has_quotas:
-            assert self._index.tenant_of_node is not None
-            tenants = self._index.tenant_of_node[self._index.node_of_block[blocks]]
+            tenants = self._tenants_of(blocks)
             if not np.array_equal(self.counts, np.bincount(-tenants, minlength=len(self.counts))):
                 wrong.append("a tenant has the wrong number of evictable blocks")
             if self.over != {tenant for tenant in set(tenants.tolist()) if self._excess(tenant) > 0}:
@@ -182,6 +180,15 @@ class CacheLimits:
                 if not np.array_equal(np.sort(queue.live()), blocks[tenants == tenant]):
                     wrong.append("a tenant's evictable blocks are not those in its queue")
         return wrong
+
+    def _tenants_of(self, blocks: Int32Array) -> Int32Array:
+        """[n] of indexed blocks."""
+        index = self._index
+        assert index.tenant_of_node is not None, "tenants are counted where there are quotas"
+        tenants, is_partial = index.tenant_of_node[index.node_of_block[blocks]], index.partials.is_named[blocks]
+        if np.count_nonzero(is_partial):
+            tenants[is_partial] = index.partials.tenants(blocks[is_partial])
+        return tenants
 
     def _count(self, tenant: int, change: int) -> None:
         self.counts[-tenant] += change

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..index.leaf_walk import LeafWalk
 from ..pool_state import PoolState
 from ..sequences.publisher import ALL_BLOCKS
-from ..values.types import MatchEnd, SequenceState
+from ..values.types import Int32Array, MatchEnd, SequenceState
 
 
 class ClearResult(NamedTuple):
@@ -32,16 +32,19 @@ class Clearing:
         if state.below is not None:
             state.below.begin_clearing()
         self._walk = LeafWalk(state.index)
+        self._forget(state.index.partials.clear())
 
     def clear_some(self, max_blocks: int = ALL_BLOCKS) -> bool:
         """Forgets about so many cached blocks. Whether any may be left."""
         state, nodes = self._state, self._walk.take_nodes(max_blocks)
         state.revision += 1
-        blocks = state.publisher.forget_nodes(nodes, MatchEnd.CLEARED)
-        self._num_freed += state.pool.unindex(blocks)
-        self._num_forgotten += len(blocks)
+        self._forget(state.publisher.forget_nodes(nodes, MatchEnd.CLEARED))
         state.update_pressure()
         return not self._walk.is_over
+
+    def _forget(self, blocks: Int32Array) -> None:
+        self._num_freed += self._state.pool.unindex(blocks)
+        self._num_forgotten += len(blocks)
 
     def end(self) -> ClearResult:
         """From now on everything that runs is published again."""

@@ -33,11 +33,13 @@ class SessionCalls:
         self._swapper = swapper
         self._num_opened = 0
 
-    def open(self, session: SessionId, executor: Executor, caller: str = "") -> None:
-        """caller: that its sequences count for, see PoolState.slot_limit."""
+    def open(self, session: SessionId, executor: Executor, caller: str = "", *, takes_partial: bool = False) -> None:
+        """caller: that its sequences count for, see PoolState.slot_limit. takes_partial: as OpenSessionRequest has it."""
         assert session not in self._state.sessions, "a session id is drawn once"
         self._num_opened += 1
-        self._state.sessions[session] = SessionState(self._num_opened, session, executor, caller)
+        owner = SessionState(self._num_opened, session, executor, caller)
+        owner.takes_partial = takes_partial and not self._state.config.has_tail
+        self._state.sessions[session] = owner
 
     def close(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
         """Ends a session. Full committed blocks stay cached; blocks that it may still write are kept from reuse.

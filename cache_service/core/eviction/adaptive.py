@@ -29,6 +29,7 @@ sample is compared. Hit densities are computed anew every half turnover, in abou
 for the tree, 8 each for stamp and prefix hash, 3 for the past, 28 for ghosts.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -110,7 +111,7 @@ class AdaptivePolicy:
         if len(use.blocks):
             self._num_requests += 1
             self._num_used += len(use.blocks)
-            self._new_uses.append(Use(use.blocks.copy(), use.tokens.copy(), use.root, use.priority, use.num_blocks))
+            self._new_uses.append(replace(use, blocks=use.blocks.copy(), tokens=use.tokens.copy()))
             self._note(len(use.blocks))
             if len(self._new_uses) == MOST_IN_BATCH:
                 self._catch_up()
@@ -239,7 +240,7 @@ class AdaptivePolicy:
         stamps = np.concatenate([stamps for _, stamps in self._evicted])
         self._evicted = []
         self._lru_shadow.note_evicted(stamps)
-        known = self._history.turns[victims] > 0
+        known = (self._history.turns[victims] > 0) & ~self._history.are_beside[victims]
         traces = self._history.traces(victims[known], stamps[known])
         lost = self._ghosts.remember(self._history.hashes[victims[known]], traces, now)
         self._hit_density.lost_sight(lost, now, self._ghosts.every)
@@ -250,7 +251,10 @@ class AdaptivePolicy:
         uses, self._new_uses = self._new_uses, []
         found = self._history.record(uses, self._ghosts, now)
         self._hit_density.saw_reuse(found, now, self._ghosts.every)
-        self._leaves.link(np.concatenate([use.blocks[:-1] for use in uses]), np.concatenate([use.blocks[1:] for use in uses]))
+        parents = [part for use in uses for part in (use.blocks[:-1], use.blocks[use.places])]
+        self._leaves.link(
+            np.concatenate(parents), np.concatenate([part for use in uses for part in (use.blocks[1:], use.beside)])
+        )
         return self._lru_shadow.leave_ghosts(found.stamps, self._ghosts.every)
 
     def _queue_added(self) -> Int32Array:

@@ -38,6 +38,8 @@ class KeyedPolicy(ABC):
         if len(use.blocks):
             keys = self._new_keys(self._keys[use.blocks], use)
             self._keys[use.blocks] = np.maximum.accumulate(keys[::-1])[::-1]
+            if len(use.beside):
+                self._keys[use.beside] = self._keys[use.blocks[use.places]]
 
     def add(self, blocks: Int32Array) -> None:
         self._push(blocks, self._keys[blocks])

@@ -7,10 +7,10 @@ deepest first. Only under retention may a parent become evictable before its chi
 them with it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..values.types import Int32Array
+from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array
 from .block_queue import Entries, Stamps
 
 
@@ -19,6 +19,8 @@ class Use:
     """The indexed blocks of a sequence that ends.
 
     blocks [n] from the root down, still held; tokens [n * block size] of these blocks; root: a number of its scope alone.
+    beside [m]: its indexed blocks of other groups of layers, and of a partial node, which share the past of the blocks at the
+    places [m].
     """
 
     blocks: Int32Array
@@ -26,6 +28,8 @@ class Use:
     root: int
     priority: int
     num_blocks: int  # of its whole table
+    beside: Int32Array = field(default_factory=lambda: NO_INT32)
+    places: Int64Array = field(default_factory=lambda: NO_INT64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class History:
         self.turns: Uint8Array = np.zeros(num_blocks, np.uint8)  # up to MOST_TURNS
         self.classes: Uint8Array = np.zeros(num_blocks, np.uint8)
         self.hashes: Uint64Array = np.zeros(num_blocks, np.uint64)
+        self.are_beside: BoolArray = np.zeros(num_blocks, np.bool_)  # they share the past of another block, and leave no ghost
         self._hasher = PrefixHasher()
 
     def record(self, batch: list[Use], ghosts: Ghosts, now: int) -> Traces:
@@ -53,11 +54,17 @@ class History:
         np.add.at(self.uses, blocks, np.uint8(1))
         self.uses[blocks] = np.minimum(self.uses[blocks], MOST_USES)
         self._classify(blocks, lens)
+        for use in batch:
+            if len(use.beside):
+                self.are_beside[use.beside] = True
+                for column in (self.turns, self.uses, self.classes):
+                    column[use.beside] = column[use.blocks[use.places]]
         return found
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         self.turns[blocks] = 0
         self.uses[blocks] = 0
+        self.are_beside[blocks] = False
 
     def traces(self, blocks: Int32Array, stamps: Int64Array) -> Traces:
         return Traces(self.classes[blocks], self.turns[blocks], stamps)

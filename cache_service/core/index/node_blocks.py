@@ -203,6 +203,21 @@ class NodeBlocks:
             row[first:] = of_node[nodes[first:]]
         return np.concatenate([blocks, self.group_hits(nodes).ravel()]), np.concatenate([hosts, others.ravel()])
 
+    def partial_table(self, nodes: Int32Array, num_tokens: int, last: Int32Array) -> Int32Array | None:
+        """[groups * (n + 1)] blocks that a start behind num_tokens tokens reads, one group behind the other.
+
+        nodes [n]: of the whole blocks. last [groups]: the partly filled blocks behind them. None where one is not there.
+        """
+        table = np.zeros((len(self.spans), len(nodes) + 1), np.int32)
+        columns = zip(self.spans, table, (self.block_of_node, *self.group_blocks), strict=True)
+        for span, row, of_node in columns:
+            first = span.first(num_tokens) // self._block_size
+            row[first:-1] = of_node[nodes[first:]]
+            if not row[first:-1].all():
+                return None
+        table[:, -1] = last
+        return table.ravel()
+
     # Audits
 
     def check_node(self, node: int) -> Iterator[str]:

@@ -15,17 +15,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ..values.clock import Clock
 from ..values.kv_spec import WHOLE, ReadSpan
 from ..values.scopes import get_tenant
-from ..values.types import Int32Array, MatchEnd, Tier
+from ..values.types import NO_INT32, Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
 from .index_record import IndexRecord
 from .kept_tree import KeptTree
 from .node_blocks import GroupArray, NodeBlocks
 from .node_links import NO_NODE, NodeLinks
+from .partial_nodes import PartialNodes
 from .roots import Roots
 from .stored_logits import StoredLogits
 
@@ -48,6 +50,7 @@ class PrefixIndex:
         clock: Clock | None = None,
         group_spans: Sequence[ReadSpan] = (WHOLE,),
         has_tail: bool = False,
+        max_partial_nodes: int = 0,
     ) -> None:
         """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
         self.clock = clock or Clock()
@@ -70,6 +73,7 @@ class PrefixIndex:
         self.logits = StoredLogits(logits_memory)
         self.tenant_of_node: Int32Array | None = None  # set by cache limits that count by tenant; maintained once set
         self.links = NodeLinks(num_nodes, self.roots.most)
+        self.partials = PartialNodes(num_blocks, max_partial_nodes)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -154,11 +158,13 @@ class PrefixIndex:
     def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Forgets the nodes of these blocks and all nodes below. Returns the other blocks that lost their node with them.
 
-        A block of a group with a window is forgotten alone.
+        A block of a group with a window is forgotten alone, one of a partial node with those of the other groups.
         """
-        if self.held.has_groups:
-            return self._forget_grouped(blocks, cause)
-        lost = self.forget_nodes(self.node_of_block[blocks], cause)
+        lost, named = NO_INT32, blocks
+        if len(self.partials) and np.count_nonzero(is_partial := self.partials.is_named[blocks]):
+            lost, named = self.partials.forget_blocks(blocks[is_partial]), blocks[~is_partial]
+        named = named[self._forget_alone(named, cause)] if self.held.has_groups else named
+        lost = np.concatenate([lost, self.forget_nodes(self.node_of_block[named], cause)])
         return np.setdiff1d(lost, blocks) if len(lost) else lost
 
     def forget_nodes(self, nodes: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
@@ -325,7 +331,8 @@ class PrefixIndex:
         return None if key is None else int(_UNPACK_PARENT(key)[0])
 
     def _check_totals(self) -> list[str]:
-        wrong = self.held.check_totals()
+        is_parent = np.array([key is not None for key in self._keys])
+        wrong = self.held.check_totals() + self.partials.check(is_parent, self.block_size, len(self.held.spans))
         if any(self._keys[node] is None for node in self.logits.by_node):
             wrong.append("logits are stored for a node that is not in use")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
@@ -334,8 +341,8 @@ class PrefixIndex:
             wrong.append("a node is not among its parent's children")
         return wrong + (self.roots.check() if len(self.roots) <= _MOST_WALKED else [])
 
-    def _forget_grouped(self, blocks: Int32Array, cause: MatchEnd) -> Int32Array:
-        """forget_blocks with several groups."""
+    def _forget_alone(self, blocks: Int32Array, cause: MatchEnd) -> npt.NDArray[np.bool_]:
+        """Takes those of these blocks from their nodes that can go alone. Returns [n] which go with their node instead."""
         held = self.held
         with_node = held.goes_with_node(held.group_of_block[blocks])
         alone = blocks[~with_node]
@@ -346,8 +353,7 @@ class PrefixIndex:
             self._take_hosts(hosts := hosts[hosts > 0])
             if len(hosts):
                 self._lose_hosts(hosts)
-        lost = self.forget_nodes(self.node_of_block[blocks[with_node]], cause)
-        return np.setdiff1d(lost, blocks) if len(lost) else lost
+        return with_node
 
     def _take_blocks(self, blocks: Int32Array) -> tuple[Int32Array, GroupArray | None]:
         """Takes these blocks on the device from their nodes. Returns nodes and groups [n]."""
@@ -434,6 +440,7 @@ class PrefixIndex:
         """Makes the numbers of removed nodes usable again. Returns the blocks that the nodes had on the device."""
         blocks, hosts = self.held.of_removed(nodes)
         self.held.unname_blocks(blocks)
+        partials = self.partials.forget_below(nodes)
         self.held.unname_hosts(hosts)
         if self.record is not None:
             self.record.forget(Tier.DEVICE, blocks)
@@ -444,4 +451,4 @@ class PrefixIndex:
         self._unused.extend(nodes.tolist())
         if len(hosts):
             self._lose_hosts(hosts)
-        return blocks
+        return np.concatenate([blocks, partials]) if len(partials) else blocks

@@ -112,9 +112,12 @@ def _check_quarantines(state: PoolState) -> Iterator[list[str]]:
 
 
 def _check_index(state: PoolState) -> list[str]:
-    if (state.pool.indexed != (state.index.node_of_block > 0)).any():
-        return ["pool and index disagree on what is indexed"]
-    return []
+    is_partial, wrong = state.index.partials.is_named, list[str]()
+    if (state.pool.indexed != ((state.index.node_of_block > 0) | is_partial)).any():
+        wrong.append("pool and index disagree on what is indexed")
+    if (is_partial & ((state.pool.ref_counts > 0) | (state.index.node_of_block > 0))).any():
+        wrong.append("a block of a partial node is in a table, or another node's, too")
+    return wrong
 
 
 def _check_counts(state: PoolState) -> list[str]:
@@ -260,7 +263,7 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
 
 
 def _check_states(state: PoolState, slot: int, group: int) -> list[str]:
-    """The entries that a group of states must and may have; what the index names of them are checkpoints, of their nodes."""
+    """The entries that a group of states must and may have; what the index names of them is of their nodes."""
     seqs, index, wrong, size = state.sequences, state.index, list[str](), state.sequences.block_size
     name, committed, reserved = f"sequence {int(seqs.ids[slot])}", int(seqs.num_committed[slot]), int(seqs.num_reserved[slot])
     row, places = seqs.tables.get(slot, group), np.arange(seqs.num_blocks(reserved), dtype=np.int32)
@@ -280,6 +283,6 @@ def _check_states(state: PoolState, slot: int, group: int) -> list[str]:
     nodes = index.node_of_block[seqs.tables.get(slot)[held]]
     is_known = (index.node_of_block[row[held]] == nodes) & (index.held.group_of_block[row[held]] == group)
     published = held < seqs.num_published[slot]
-    if not is_known[published].all() or (held >= committed // size).any() or not is_checkpoint[held].all():
+    if not is_known[published].all() or (held >= committed // size).any():
         wrong.append(f"{name} has a state of group {group} that is cached as another")
     return wrong

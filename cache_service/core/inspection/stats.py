@@ -54,6 +54,7 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: Promp
         num_expired_blocks=pool.limits.num_expired + (swapper.host.pool.limits.num_expired if swapper is not None else 0),
         num_quota_evictions=pool.limits.num_quota_evictions,
         num_stored_logits=len(state.index.logits.by_node),
+        num_partial_nodes=len(state.index.partials),
         num_no_reuse_blocks=pool.reuse.num_none if pool.reuse is not None else 0,
         num_soon_blocks=pool.reuse.num_soon if pool.reuse is not None else 0,
         prefill_rate_tokens=prompts.tokens_per_second,

@@ -248,12 +248,15 @@ class Publisher:
     ) -> None:
         """The same for one group behind the first, as far as its window has left the blocks in the table.
 
-        Of states the checkpoints alone: any other full block is given back soon, and would be cached for nothing.
+        Of states the checkpoints and those where it parts from another sequence: any other full block is given back soon, and
+        would be cached for nothing.
         """
         own, entries = self._sequences.tables.rows[slots, places], self._sequences.new_entries
         is_there = own > 0
         if entries.periods[group]:
-            is_there &= entries.are_checkpoints(group, places - np.int32(group * self._sequences.max_blocks))
+            table_idx = places - np.int32(group * self._sequences.max_blocks)
+            is_part = (table_idx + 1) * self._block_size == self._sequences.part_lens[slots]
+            is_there &= entries.are_checkpoints(group, table_idx) | is_part
         there = is_there.nonzero()[0]
         if not len(there):
             return

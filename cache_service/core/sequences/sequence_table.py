@@ -53,6 +53,8 @@ class SequenceTable:
         self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals: an earlier one is smaller
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
+        # Where the sequence parts from another one, whose whole blocks it has up to there but not the states: they are kept.
+        self.part_lens: Int32Array = np.zeros(slots, np.int32)
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
         # While it waits, see inflight_prefix.py: replies to wait, since the prefix that it could hit was last found longer.
@@ -75,7 +77,15 @@ class SequenceTable:
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self.num_published),
-            *(self.num_sink, self.num_window, self.num_waits, self.waited_len, self.reuse_hints, self.retain_seconds),
+            *(
+                self.part_lens,
+                self.num_sink,
+                self.num_window,
+                self.num_waits,
+                self.waited_len,
+                self.reuse_hints,
+                self.retain_seconds,
+            ),
         )
         self.num_active = 0  # running or loading
         self.num_added = 0  # sequences so far: while it stands, a slot stands for the same sequence
@@ -148,10 +158,9 @@ class SequenceTable:
     # Starts and swaps
 
     def place_start(
-        self, slot: int, hits: Int32Array, new_blocks: Int32Array, num_reserved: int, step_id: int, now: float
+        self, slot: int, hits: Int32Array, hit_len: int, new_blocks: Int32Array, num_reserved: int, step_id: int, now: float
     ) -> None:
-        """A waiting sequence gets its first blocks: those of its hit, then new ones."""
-        hit_len = len(hits) * self.block_size
+        """A waiting sequence gets its first blocks: those of its hit of so many tokens, then new ones."""
         self.tables.place(slot, 0, hits)
         self.tables.place(slot, len(hits), new_blocks)
         self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
@@ -161,6 +170,16 @@ class SequenceTable:
         """So many tokens of a start are there, and count as committed."""
         for column in (self.num_committed, self.num_reserved_before, self.num_hit):
             column[slot] = hit_len
+        self.may_copy[slot] = hit_len % self.block_size > 0  # the last block of the hit is another's
+
+    def set_part(self, slot: int, num_tokens: int) -> None:
+        """A grant ends behind so many tokens, whole blocks, and the states there are shared."""
+        self.part_lens[slot] = num_tokens
+
+    def until_part(self, slots: Int64Array, held: Int32Array, least: Int32Array, most: Int32Array) -> Int32Array:
+        """[n] how far grants go that are to go from held [n] to least [n] and at most to most [n]: not past where it parts."""
+        ends = self.part_lens[slots]
+        return np.where((held < ends) & (least <= ends) & (most > ends), ends, most)
 
     def end_load(self, slot: int, hit_len: int, step_id: int) -> None:
         """The loads of a start have ended; so much of its hit is there, and what was reserved counts from this step on."""

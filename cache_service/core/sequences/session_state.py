@@ -45,6 +45,7 @@ class SessionState:
     step_id: int = 0
     completed_step_id: int = 0
     may_still_write: bool = False  # it has ended, and its process may still write the blocks that it could write
+    takes_partial: bool = False  # it leaves partly filled blocks, and starts on them
     is_one_item: bool = False  # it has made a one-item call: it is shown its tables with each answer
     fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
     copies: deque[tuple[int, Int32Array]] = field(default_factory=deque)  # step, and the blocks that its copies fill

@@ -103,7 +103,7 @@ class StepApplier:
         if len(batch.truncate_ids):
             self._truncate_all(owner, log, batch)
         if release_slots:
-            self._lifecycle.release(owner, release_slots)
+            self._lifecycle.release(owner, release_slots, keeps_partial=True)
         if has_swaps(batch):
             self._swap_all(owner, log, batch)
         if len(plan.start_slots):

@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..sequences.spans import fork_length, truncated_length
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import Int32Array, Int64Array, SequenceState
+from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ReuseHint, SequenceState
 
 _RUNNING = int(SequenceState.RUNNING)  # a member's look-up in its class costs more than the comparison
 
@@ -31,7 +31,7 @@ class SequenceLifecycle:
         self._counters = state.counters
         self._swapper = swapper
         self._reach, self._is_shared = state.reach, state.config.prefix_caching
-        self._roots = state.index.roots
+        self._index, self._roots = state.index, state.index.roots
         self._ending_slot = -1  # the policy was notified of the end of its sequence, and a part of it was given back
 
     def commit(
@@ -87,10 +87,16 @@ class SequenceLifecycle:
         if len(dropped):
             owner.drop_blocks(self._pool, dropped, until=owner.step_id - 1)
 
-    def release(self, owner: SessionState, slots: list[int]) -> None:
-        """Gives back all blocks of these sequences and forgets them."""
+    def release(self, owner: SessionState, slots: list[int], *, keeps_partial: bool = False) -> None:
+        """Gives back all blocks of these sequences and forgets them.
+
+        keeps_partial: their last blocks stay cached, if their session wants it and they hold what the committed tokens made.
+        """
         seqs = self._sequences
         running = [slot for slot in slots if seqs.states[slot] == _RUNNING]
+        if keeps_partial and owner.takes_partial and self._is_shared and not self._publisher.is_paused:
+            for slot in running:
+                self._keep_partial(slot)
         self._report_uses(running)
         if self._is_shared:
             self._note_ends(running)
@@ -108,6 +114,35 @@ class SequenceLifecycle:
             owner.ids.remove(int(seqs.ids[slot]))
             owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.remove(slot)
+
+    def _keep_partial(self, slot: int) -> None:
+        """Names what a sequence that is about to end has behind its last whole block; behind a block's edge its states.
+
+        Only where no step has gone further than what is committed, so that a state is the one behind these tokens and no step
+        in flight writes its block; and where nothing else holds or names it. Then a step writes it no more (R5).
+        """
+        seqs, pool, index = self._sequences, self._pool, self._index
+        length, num_full = int(seqs.num_committed[slot]), int(seqs.num_published[slot])
+        num_part = length - num_full * self._block_size
+        is_all = length == seqs.num_reserved[slot] and 0 <= num_part < self._block_size and not seqs.num_window[slot]
+        if not length or not is_all or seqs.reuse_hints[slot] == ReuseHint.NONE:
+            return
+        groups = range(seqs.num_groups) if num_part else seqs.new_entries.state_groups
+        blocks = np.array([seqs.tables.get(slot, group)[-1] for group in groups], np.int32)
+        is_free = (pool.ref_counts[blocks] == 1) & ~pool.indexed[blocks] & ~pool.is_filling[blocks]
+        is_free &= (pool.fence_counts[blocks] | pool.busy_counts[blocks]) == 0
+        node = int(seqs.last_nodes[slot])
+        if num_part:
+            if is_free.all():
+                tokens = seqs.tokens.rows(slot)[slot, length - num_part : length]
+                gone = index.partials.add(node, tokens, blocks, int(seqs.tenants[slot]))
+                if gone is not None:
+                    pool.unindex(gone)
+                    pool.mark_indexed(blocks)
+            return
+        for group, block in zip(np.array(groups)[is_free].tolist(), blocks[is_free].tolist(), strict=True):
+            if not index.held.group_blocks[group - 1][node]:
+                pool.mark_indexed(index.add_group_blocks(group, np.array([node], np.int32), np.array([block], np.int32)))
 
     def _note_ends(self, slots: list[int]) -> None:
         """What these running sequences have made, and share."""
@@ -146,10 +181,24 @@ class SequenceLifecycle:
     def _use(self, slot: int) -> Use:
         seqs = self._sequences
         num_published = int(seqs.num_published[slot])
+        beside, places = self._find_beside(slot, num_published)
         return Use(
             blocks=seqs.tables.rows[slot, :num_published],
             tokens=seqs.tokens.rows(slot)[slot, : num_published * self._block_size],
             root=self._seed(slot),
             priority=int(seqs.priorities[slot]),
             num_blocks=len(seqs.tables.get(slot)),
+            beside=beside,
+            places=places,
         )
+
+    def _find_beside(self, slot: int, num_published: int) -> tuple[Int32Array, Int64Array]:
+        """[m] indexed blocks that the sequence has beside its path, and [m] the places on the path that they are at."""
+        seqs, indexed = self._sequences, self._pool.indexed
+        last = seqs.tables.get(slot)[num_published : num_published + 1]
+        if not num_published or (seqs.num_groups == 1 and not (len(last) and indexed[last[0]])):
+            return NO_INT32, NO_INT64
+        tables = [last, *seqs.tables.get_further(slot)]
+        found = [(indexed[table] & (table > 0)).nonzero()[0] for table in tables]
+        blocks = np.concatenate([table[places] for table, places in zip(tables, found, strict=True)])
+        return blocks, np.minimum(np.concatenate([found[0] + num_published, *found[1:]]), num_published - 1)

@@ -28,10 +28,10 @@ class MissedTokens:
         self._sequences, self._index, self._counts = state.sequences, state.index, state.misses
         self._roots: dict[bytes, int] = {}  # by the first block of a prompt of which nothing was found
 
-    def note(self, slot: int, nodes: Int32Array, max_hit: int, *, is_load: bool) -> None:
+    def note(self, slot: int, nodes: Int32Array, max_hit: int, num_part: int, *, is_load: bool) -> None:
         """A waiting sequence has looked up its tokens, starts on these nodes, and took at most max_hit tokens.
 
-        is_load: once a part of them is loaded.
+        num_part: tokens that it found of the block behind them. is_load: once a part of the nodes is loaded.
         """
         seqs, size = self._sequences, self._size
         tokens, root, num_hits = seqs.tokens.known(slot), int(seqs.roots[slot]), len(nodes)
@@ -43,28 +43,35 @@ class MissedTokens:
         num_whole = (len(tokens) - 1) // size  # a token is left to compute
         num_shared = min(num_whole, int(seqs.share_limits[slot]))
         num_most = min(num_shared, max_hit // size)
+        num_end, num_apart = len(tokens) - num_whole * size, (num_whole - num_shared) * size
+        num_not_asked = (num_shared - num_most) * size
         num_counted = num_others = 0
         parent = int(nodes[-1]) if num_hits else root
         if num_hits < num_most:
             known = tokens[: num_most * size]
+            self._counts.add(size - num_part if num_part else 0, MissKind(tenant, MatchEnd.PARTIAL_BLOCK))
             if self._may_leave or self._lookup.have_outlived():
-                nodes = self._count_unusable(root, nodes, known)
-                num_hits, parent = len(nodes), int(nodes[-1]) if len(nodes) else root
-            if self._state.below is not None:
+                nodes = self._count_unusable(root, nodes, known, num_hits + (num_part > 0))
+            if num_part and len(nodes) == num_hits:
+                num_counted = 1  # its block; what is behind a block that is found in part is in no tier
+            num_hits, parent = len(nodes), int(nodes[-1]) if len(nodes) else root
+            if self._state.below is not None and not num_counted:
                 num_counted = self._count_below(root, parent, nodes, known)
             num_counted += self._count_computing(root, num_hits + num_counted, known)
             if not num_hits and num_counted < num_most:
                 num_others = self._num_others(root, known)
-        num_end, num_apart = len(tokens) - num_whole * size, (num_whole - num_shared) * size
+        elif num_part:  # of what is not asked for, or else of the end
+            num_end -= num_part * (num_most == num_whole)
+            num_not_asked -= num_part * (num_most < num_whole)
         behind, log = tokens[num_hits * size : num_most * size].copy(), self._index.eviction_log
         left = LookUp(
-            tenant, num_end, num_apart, (num_shared - num_most) * size, log.digest(parent), behind, num_counted, num_others,
+            tenant, num_end, num_apart, num_not_asked, log.digest(parent), behind, num_counted, num_others,
             log.num_removed,
         )  # fmt: skip
         self._counts.note(left)
 
-    def _count_unusable(self, root: int, hit: Int32Array, tokens: Int32Array) -> Int32Array:
-        """Counts what of the match is no hit. Returns all of its nodes."""
+    def _count_unusable(self, root: int, hit: Int32Array, tokens: Int32Array, done: int) -> Int32Array:
+        """Counts what of the match is no hit, behind the first `done` blocks. Returns all of its nodes."""
         lookup, size, num_hits = self._lookup, self._size, len(hit)
         nodes = self._index.match(root, tokens, len(tokens) // size)
         if len(nodes) == num_hits:
@@ -73,7 +80,6 @@ class MissedTokens:
         there = lookup.match_tokens(root, tokens, len(tokens) // size)
         num_usable = len(lookup.usable(there))
         is_short = not num_hits and num_usable * size < lookup.min_tokens
-        done = num_hits
         for cause, end in (
             (MatchEnd.BELOW_MINIMUM if is_short else MatchEnd.NOT_LOADED, num_usable),
             (MatchEnd.BEHIND_A_HOLE, len(there)),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..index.partial_nodes import PartialNode
 from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
 from ..values.types import NO_INT32, Int32Array, Int64Array
@@ -19,6 +20,20 @@ class FullHit(NamedTuple):
 
     nodes: Int32Array
     logits: bytes
+
+
+class PartialHit(NamedTuple):
+    """A hit that ends within a block: the nodes [n] of its whole blocks, what is behind them, and what a start reads of both.
+
+    num_tokens: of all of it; num_gained: those that whole blocks would not have given. table [groups * (n + 1)]: blocks, one
+    group of layers behind the other; 0 is a hole.
+    """
+
+    nodes: Int32Array
+    node: PartialNode
+    num_tokens: int
+    num_gained: int
+    table: Int32Array
 
 
 class Rivals:
@@ -56,6 +71,38 @@ class PrefixLookup:
         """[matched] nodes that a waiting sequence can start on; none where they are too few to count as a hit."""
         nodes = self._match(slot, self._most_blocks(slot, max_hit))
         return nodes if len(nodes) * self._block_size >= self.min_tokens else NO_INT32
+
+    def find_part(self, slot: int, max_hit: int) -> int:
+        """Tokens of the whole blocks that a waiting sequence could hit if all groups of layers had the states behind them."""
+        num_most = self._most_blocks(slot, max_hit)
+        tokens = self._sequences.tokens.known(slot)[: num_most * self._block_size]
+        nodes = self.match_tokens(int(self._sequences.roots[slot]), tokens, num_most)
+        return len(nodes) * self._block_size
+
+    def find_partial(self, slot: int, max_hit: int, num_least: int) -> PartialHit | None:
+        """The longest hit of more than num_least tokens that a waiting sequence can start on and that ends within a block."""
+        seqs = self._sequences
+        most = min(max_hit, int(seqs.num_tokens[slot]) - 1)
+        if not self.is_on or not len(self._index.partials) or seqs.num_window[slot]:
+            return None
+        return self.find_partial_of(int(seqs.roots[slot]), seqs.tokens.known(slot)[: max(most, 0)], num_least)
+
+    def find_partial_of(self, root: int, tokens: Int32Array, num_least: int) -> PartialHit | None:
+        """The same of a prompt, of which these tokens may be found. All of it is on the device."""
+        index, size = self._index, self._block_size
+        if len(tokens) <= num_least or len(tokens) < self.min_tokens:
+            return None
+        nodes = self.in_time(index.match(root, tokens, len(tokens) // size))
+        for depth in range(len(nodes), num_least // size - 1, -1):
+            parent = int(nodes[depth - 1]) if depth else root
+            for partial in index.partials.find(parent, tokens[depth * size :]) if index.partials.has_below(parent) else ():
+                length = depth * size + partial.num_tokens
+                if length <= max(num_least, self.min_tokens - 1) or self._limits[0].outlived(partial.blocks).any():
+                    continue
+                table = index.held.partial_table(nodes[:depth], length, partial.blocks)
+                if table is not None:
+                    return PartialHit(nodes[:depth], partial, length, length - num_least, table)
+        return None
 
     def could_grow(self, slots: Int64Array, max_hits: Int32Array, pending: Int64Array) -> bool:
         """Whether the match of one of these waiting sequences would be longer if all that these [n] committed was published."""

@@ -32,7 +32,7 @@ class Reservations:
         """Grants each sequence slots up to most[i], in order; the protocol says which items are refused."""
         seqs, pool, claims = self._sequences, self._pool, self._claims
         held = seqs.num_reserved[slots]
-        wanted = np.maximum(held, most)
+        wanted = np.maximum(held, seqs.until_part(slots, held, least, most) if seqs.has_states else most)
         table_lens = (held + self._round_up) // self._divisor
         num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
@@ -97,6 +97,12 @@ class Reservations:
         if others.any():  # a session's own steps run in order, so its own fences do not matter here
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
         return places[(pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0)]
+
+    def copy_hit(self, owner: SessionState, log: StepLog, slot: int, wanted: int) -> None:
+        """Copies what a start on a partly filled block is about to write; there is room for it."""
+        if len(due := self.copies_due(owner, slot, wanted)):
+            self._copy_on_write(owner, log, slot, due)
+            self._sequences.grant_one(slot, int(self._sequences.num_committed[slot]), wanted, owner.step_id)
 
     def _reserve_in_order(
         self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array

@@ -14,7 +14,7 @@ from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
 from ..values.types import NO_INT32, Int32Array, Int64Array, ReuseHint
 from .missed import MissedTokens
-from .prefix_lookup import PrefixLookup
+from .prefix_lookup import PartialHit, PrefixLookup
 from .prompt_watch import PromptWatch
 from .reserve import Reservations
 from .step_log import StepLog
@@ -25,7 +25,8 @@ class Hit(NamedTuple):
 
     joined: loads under way that bring a part of it, where it is not wholly on the device; else None. logits: what follows the
     whole prompt, where no token is left to compute. hosts [groups * n]: with joined, the host copies. A block of 0 is to be
-    loaded where it has one, and is a hole elsewhere.
+    loaded where it has one, and is a hole elsewhere. partial: where the hit ends within a block; the blocks [groups * (n + 1)]
+    include those of the partial node then. part_len: where whole blocks end that lack the states behind them; 0 where none do.
     """
 
     nodes: Int32Array
@@ -33,6 +34,11 @@ class Hit(NamedTuple):
     joined: list[tuple[TransferOrder, int]] | None
     logits: bytes | None
     hosts: Int32Array = NO_INT32
+    partial: PartialHit | None = None
+    part_len: int = 0
+
+    def num_tokens(self, block_size: int) -> int:
+        return len(self.nodes) * block_size if self.partial is None else self.partial.num_tokens
 
     @property
     def num_loads(self) -> int:
@@ -93,8 +99,10 @@ class SequenceStarter:
         """
         claims = self._claims
         hit = self._find_hit(owner, slot, max_hit, exactly)
+        if owner.takes_partial and self._sequences.has_states and hit.joined is None and not exactly:
+            hit = hit._replace(part_len=self._lookup.find_part(slot, max_hit))
         fit = self._fit(slot, hit, max_new, num_spare, exactly)
-        if fit.num_short and hit.joined is not None:
+        if fit.num_short and (hit.joined is not None or hit.partial is not None):
             hit = self._part_on_device(hit)
             fit = self._fit(slot, hit, max_new, num_spare, exactly)
         is_later = bool(claims.claims) and claims.is_later(slot)
@@ -110,7 +118,8 @@ class SequenceStarter:
             claims.forget_claim(slot)
         is_look_up = max_hit > 0 and self._lookup.is_on
         if is_look_up:
-            self._missed.note(slot, hit.nodes, max_hit, is_load=hit.joined is not None)
+            num_part = 0 if hit.partial is None else hit.partial.node.num_tokens
+            self._missed.note(slot, hit.nodes, max_hit, num_part, is_load=hit.joined is not None)
         self._admit(owner, log, slot, hit, fit, is_look_up=is_look_up)
         return True
 
@@ -124,6 +133,8 @@ class SequenceStarter:
         if full is not None:
             return Hit(full.nodes, self._index.held.hit_table(full.nodes)[0], None, full.logits)
         nodes = self._lookup.match_sequence(slot, max_hit)
+        if owner.takes_partial and (found := self._lookup.find_partial(slot, max_hit, len(nodes) * self._block_size)):
+            return Hit(found.nodes, found.table, None, None, partial=found)
         if self._swapper is None and self._sequences.num_groups == 1:
             return Hit(nodes, self._index.block_of_node[nodes], None, None)
         blocks, hosts = self._index.held.hit_table(nodes)
@@ -144,12 +155,14 @@ class SequenceStarter:
 
     def _fit(self, slot: int, hit: Hit, max_new: int, num_spare: int, exactly: int) -> Fit:
         """How a start on this hit fits; what is to be loaded takes a block each."""
-        seqs, num_hits, entries = self._sequences, len(hit.nodes), self._sequences.new_entries
-        hit_len = num_hits * self._block_size
+        seqs, entries = self._sequences, self._sequences.new_entries
+        num_hits, hit_len = len(hit.nodes) + (hit.partial is not None), hit.num_tokens(self._block_size)
         least, most = hit_len + (hit.logits is None), min(hit_len + max_new, int(seqs.num_tokens[slot]))
         if exactly:
             least = most = max(exactly, hit_len)
-        num_loads = hit.num_loads
+        elif hit_len < hit.part_len < most:
+            most = hit.part_len
+        num_loads = hit.num_loads if hit.partial is None else seqs.num_groups  # or what is copied before it is written
         num_room = self._blocks_left.beside(hit.blocks, num_spare + num_loads)
         num_new = seqs.num_blocks(most) - num_hits
         num_taken = entries.num_blocks(num_hits, num_hits + num_new)
@@ -163,7 +176,7 @@ class SequenceStarter:
 
     def _admit(self, owner: SessionState, log: StepLog, slot: int, hit: Hit, fit: Fit, *, is_look_up: bool) -> None:
         seqs, counters = self._sequences, self._counters
-        num_hits, hits = len(hit.nodes), hit.blocks
+        num_hits, hits, hit_len = len(hit.nodes) + (hit.partial is not None), hit.blocks, hit.num_tokens(self._block_size)
         if hit.joined is not None and self._swapper is not None:
             self._swapper.start_load(owner, slot, hit.hosts, hit.blocks, hit.joined)
         else:
@@ -175,20 +188,29 @@ class SequenceStarter:
             by_group = np.concatenate([a.reshape(seqs.num_groups, -1) for a in (hits, new_blocks)], axis=1)
             seqs.tables.place_further(slot, 0, by_group[1:], num_hits)
             hits, new_blocks = hits[:num_hits], new_blocks[: fit.num_new]
-        seqs.place_start(slot, hits, new_blocks, fit.num_slots, owner.step_id, self._clock.now)
+        seqs.place_start(slot, hits, hit_len, new_blocks, fit.num_slots, owner.step_id, self._clock.now)
         counters.num_look_ups += is_look_up
         counters.num_look_up_tokens += int(seqs.num_tokens[slot]) * is_look_up
         counters.num_starts += 1
         if hit.joined is not None:
             seqs.begin_load(slot)
             return
-        seqs.set_hit(slot, num_hits * self._block_size)
-        seqs.set_published(slot, num_hits, int(hit.nodes[-1] if num_hits else seqs.roots[slot]))
+        seqs.set_hit(slot, hit_len)
+        seqs.set_part(slot, hit.part_len)
+        seqs.set_published(slot, len(hit.nodes), int(hit.nodes[-1] if len(hit.nodes) else seqs.roots[slot]))
         seqs.run(slot)
+        if hit.partial is not None:
+            if seqs.has_states:
+                self._index.partials.touch(hit.partial.node)
+            else:  # others would save less than a block by it, so the sequence goes on in its blocks
+                self._pool.unindex(self._index.partials.forget_blocks(hit.partial.node.blocks))
+            counters.num_partial_hits += 1
+            counters.num_partial_hit_tokens += hit.partial.num_gained
+            self._reservations.copy_hit(owner, log, slot, fit.num_slots)
         if self._prompts.is_on:
-            self._prompts.note_start(slot, num_hits * self._block_size)
+            self._prompts.note_start(slot, hit_len)
         if hit.logits is not None:
             owner.logits[int(seqs.ids[slot])] = HeldLogits(owner.step_id, hit.logits)
             counters.num_full_hits += 1
         counters.num_hits += is_look_up and num_hits > 0
-        counters.num_hit_tokens += num_hits * self._block_size
+        counters.num_hit_tokens += hit_len

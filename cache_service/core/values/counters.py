@@ -13,6 +13,8 @@ class Counters:
     num_look_up_tokens: int = 0
     num_hit_tokens: int = 0
     num_full_hits: int = 0
+    num_partial_hits: int = 0
+    num_partial_hit_tokens: int = 0
     num_forks: int = 0
     num_copies_on_write: int = 0
     num_adopted_blocks: int = 0

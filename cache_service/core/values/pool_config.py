@@ -28,6 +28,7 @@ class PoolConfig:
     soon_share: float = 0.25  # of the pool: most blocks that are kept because they are expected back soon
     logits_memory: int = 0  # bytes of stored logits; 0 stores none
     group_spans: tuple[ReadSpan, ...] = (WHOLE,)  # what each group of layers reads; the first reads all
+    max_partial_nodes: int = 4096  # what sequences left behind their last whole block; 0 keeps none of it
     has_tail: bool = False  # whether the groups behind the first are finer copies of the newest tokens, which hits do without
 
     @property

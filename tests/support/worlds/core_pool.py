@@ -67,14 +67,14 @@ def compute(manager: PoolManager, session: SessionId, sequence_id: int, tokens: 
 
 
 class CorePool:
-    """A manager with sessions a and b, which step as engines do."""
+    """A manager with sessions a and b, which step as engines do. takes_partial: hits may end within a block."""
 
-    def __init__(self, num_blocks: int = 9, block_size: int = 4, **config: object) -> None:
+    def __init__(self, num_blocks: int = 9, block_size: int = 4, *, takes_partial: bool = False, **config: object) -> None:
         config.setdefault("watermark", 0.0)
         self.manager = PoolManager(PoolConfig(num_blocks, block_size, **config))  # type: ignore[arg-type]
         self.step_ids = {A: 0, B: 0}
         for session in self.step_ids:
-            self.manager.sessions.open(session, Executor.ENGINE)
+            self.manager.sessions.open(session, Executor.ENGINE, takes_partial=takes_partial)
 
     def create(self, sequence_id: int, tokens: Sequence[int], *, session: SessionId = A, **args: object) -> int:
         args["scope"] = make_scope(*(str(args.pop(name, "")) for name in ("tenant", "adapter", "salt")))

@@ -257,6 +257,7 @@ BOUNDS: dict[str, Bound] = {
     "OpenSessionRequest.protocol_version": Number(0, MAX_INT32),
     "OpenSessionRequest.read_only_memory": FLAG,
     "OpenSessionRequest.packs_host_blocks": FLAG,
+    "OpenSessionRequest.takes_partial_blocks": FLAG,
     "RenewSessionRequest.completed_step_id": Number(0, 2),
     "RenewSessionRequest.completed_transfer_ids": Column(8, Number(1, 0)),
     "RenewSessionRequest.failed_transfer_ids": Column(8, Number(1, 0)),

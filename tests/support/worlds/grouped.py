@@ -10,6 +10,7 @@ block that its tables have is looked at after every step.
 import contextlib
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,7 @@ class GroupedWorld:
     """Random steps of two engines on one pool.
 
     spans: of each group. has_tail: those behind the first are finer copies, which a sequence may lack parts of.
+    takes_partial: the sessions leave partly filled blocks and start on them, and prompts go on where sequences ended.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class GroupedWorld:
         policy: str = "adaptive",
         *,
         has_tail: bool = False,
+        takes_partial: bool = False,
+        **config_fields: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.spans, self.size, self.has_tail = spans, block_size, has_tail
@@ -82,7 +86,11 @@ class GroupedWorld:
             group_spans=spans,
             eviction_policy=policy,
             has_tail=has_tail,
+            **config_fields,
         )
+        self._takes_partial = takes_partial
+        self._ended: list[tuple[str, list[int]]] = []  # sequences that were released, with what was committed of them
+        self.num_partial_hits = 0
         self.manager, self.contents = PoolManager(config), Contents()
         self.memory = ShadowMemory(num_blocks, block_size)
         self.engines = [self._open(name) for name in ("a", "b")]
@@ -94,7 +102,7 @@ class GroupedWorld:
         self.num_lacking = self.num_unwritten = 0  # tables of a tail without part of its window; tokens without a place in one
 
     def _open(self, name: str) -> Engine:
-        self.manager.sessions.open(SessionId(name), Executor.ENGINE)
+        self.manager.sessions.open(SessionId(name), Executor.ENGINE, takes_partial=self._takes_partial)
         return Engine(SessionId(name), ToldTables(self.size, len(self.spans)))
 
     # One step
@@ -173,6 +181,9 @@ class GroupedWorld:
         tokens = self.random.choice(self.prompts)[: self.random.randrange(1, 60)]
         tokens = [*tokens, *(self.random.randrange(3) for _ in range(self.random.choice((0, 0, 5))))]
         scope = self.random.choice(_SCOPES)
+        if self._takes_partial and self._ended and self._extra.random() < 0.5:
+            scope, tokens = self._extra.choice(self._ended[-6:])
+            tokens = [*tokens, *(self._extra.randrange(3) for _ in range(self._extra.choice((0, 1, 5))))][:80]
         args = SequenceArgs(SequenceId(self._last_id), np.array(tokens, np.int32), scope=scope)
         try:
             self.manager.creation.create(engine.session, args)
@@ -194,7 +205,8 @@ class GroupedWorld:
                 commits.append((i, each.committed, [self.random.randrange(3)]))  # goes on behind where it was cut
         for i, each in running.items():
             is_idle, kind = each.busy_until <= completed, draw()
-            if kind < 0.05:
+            is_whole = self._takes_partial and lens[i] == each.reserved and self._extra.random() < 0.2
+            if kind < 0.05 or is_whole:
                 releases.append(i)
             elif kind < 0.1 and self.states and each.tokens:
                 truncates.append((i, self.random.randrange(1, len(each.tokens) + 2)))
@@ -245,13 +257,15 @@ class GroupedWorld:
             each.computed = each.committed
             each.busy_until *= not self.states  # what a step in flight computes is not wanted any more
         for i in items["releases"]:
-            del sequences[i]
+            each = sequences.pop(i)
+            self._ended.append((each.scope, each.tokens[: each.committed])) if each.committed else None
         columns = (reply.start_results, reply.start_hits, reply.start_reserved)
         for (i, _, _), result, hit, reserved in zip(items["starts"], *(each.tolist() for each in columns), strict=True):
             if result == StartResult.STARTED:
                 each = sequences[i]
                 each.is_running, each.committed, each.computed, each.reserved = True, hit, hit, reserved
                 self.num_hits += hit > 0
+                self.num_partial_hits += hit % self.size > 0
                 self._compute(engine, work, i, reserved)
         for (i, least, _), granted in zip(items["reserves"], reply.reserve_reserved.tolist(), strict=True):
             each = sequences[i]

@@ -63,11 +63,12 @@ class AsyncCacheClient:
         *,
         read_only_memory: bool = False,
         packs_host_blocks: bool = False,
+        takes_partial_blocks: bool = False,
     ) -> "AsyncCacheSession":
         """Open a session on the pool of spec; ttl_ms 0 is the service's default lease.
 
         read_only_memory: attach() maps the memory to be read alone. packs_host_blocks: transfer orders are run here, and blocks
-        are converted as PoolInfo.host_kv_dtype says.
+        are converted as PoolInfo.host_kv_dtype says. takes_partial_blocks: hits may end within a block.
         """
         request = pb.OpenSessionRequest(
             spec=spec,
@@ -77,6 +78,7 @@ class AsyncCacheClient:
             protocol_version=PROTOCOL_VERSION,
             read_only_memory=read_only_memory,
             packs_host_blocks=packs_host_blocks,
+            takes_partial_blocks=takes_partial_blocks,
         )
         opened = await self._transport.call_by_name("OpenSession", request)
         has_shapes = any(group.num_kv_heads or group.HasField("page") for group in spec.groups)

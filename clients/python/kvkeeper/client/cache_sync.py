@@ -33,15 +33,17 @@ class CacheClient(Closing):
         *,
         read_only_memory: bool = False,
         packs_host_blocks: bool = False,
+        takes_partial_blocks: bool = False,
     ) -> "CacheSession":
         """Open a session on the pool of spec; ttl_ms 0 is the service's default lease.
 
         read_only_memory: attach() maps the memory to be read alone. packs_host_blocks: transfer orders are run here, and blocks
-        are converted as PoolInfo.host_kv_dtype says.
+        are converted as PoolInfo.host_kv_dtype says. takes_partial_blocks: hits may end within a block.
         """
         from kvkeeper.client.session_sync import CacheSession  # with numpy
 
         flags = {"read_only_memory": read_only_memory, "packs_host_blocks": packs_host_blocks}
+        flags["takes_partial_blocks"] = takes_partial_blocks
         return CacheSession(run(self._inner.open_session(spec, executor, ttl_ms, client_name, **flags)))
 
     capabilities = blocking(AsyncCacheClient.capabilities)

@@ -36,6 +36,7 @@ _PREFIX_CACHE = {
     "blocks indexed": "{num_indexed_blocks}",
     "look-ups, hits, misses": "{num_look_ups}, {num_hits}, {num_misses}",
     "full hits with logits": "{num_full_hits} ({num_stored_logits} logits stored)",
+    "hits within a block": "{num_partial_hits}, {num_partial_hit_tokens} tokens ({num_partial_nodes} partial nodes)",
     "tokens looked up, found": "{num_look_up_tokens}, {num_hit_tokens} ({hit_rate})",
     "found in the last hour": "{recent_hit_rate} of {reachable_hit_rate} that an endless cache finds",
     "distinct blocks of that hour, about": "{num_recent_distinct_blocks}",
