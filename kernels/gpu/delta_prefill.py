@@ -97,7 +97,9 @@ def chunk_kernel(
     total_ptr,
     read_ptr,
     corrected_ptr,
+    share_ptr,
     gate_stride,
+    scale,
     NUM_KEYS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -110,7 +112,8 @@ def chunk_kernel(
     """One chunk of one value head.
 
     total: float32 [T, NUM_HEADS], the logarithm of what is left of the chunk's first matrix. read [T, NUM_HEADS, KEY_DIM], by
-    which each token reads that, and corrected [T, NUM_HEADS, VALUE_DIM], what it adds to what it so reads.
+    which each token reads that, and corrected [T, NUM_HEADS, VALUE_DIM], what it adds to what it so reads. share [T, NUM_HEADS,
+    TOKENS]: how much of what each token of the chunk adds is in a token's output.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, keys, values = tl.arange(0, TOKENS), tl.arange(0, K), tl.arange(0, V)
@@ -126,7 +129,12 @@ def chunk_kernel(
     decay = find_decay(tl.load(gates + NUM_HEADS, mask=live, other=0.0), tl.load(bias_ptr + head), tl.load(log_ptr + head))
     total = tl.cumsum(tl.where(live, decay, 0.0), 0)
     alike = tl.dot(k.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
-    system = tl.where(tokens[:, None] > tokens[None, :], alike * find_between(total, TOKENS) * beta[:, None], 0.0)
+    between = find_between(total, TOKENS)
+    system = tl.where(tokens[:, None] > tokens[None, :], alike * between * beta[:, None], 0.0)
+    q = load_units((rows + key_head * KEY_DIM)[:, None] + keys[None, :], is_key) * scale
+    shares = tl.dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee") * between
+    places = own * NUM_HEADS + head
+    tl.store((share_ptr + places * TOKENS)[:, None] + tokens[None, :], shares.to(COMPUTE), mask=live[:, None])
     inverse = tl.where(tokens[:, None] == tokens[None, :], 1.0, 0.0)
     for row in range(1, TOKENS):
         is_row = (tokens == row)[:, None]
@@ -135,7 +143,6 @@ def chunk_kernel(
     inverse = (inverse * beta[None, :]).to(COMPUTE)
     corrected = tl.dot(inverse, v.to(COMPUTE), input_precision="ieee")
     read = tl.dot(inverse, (k * tl.exp(total)[:, None]).to(COMPUTE), input_precision="ieee")
-    places = own * NUM_HEADS + head
     tl.store(total_ptr + places, total, mask=live)
     tl.store((read_ptr + places * KEY_DIM)[:, None] + keys[None, :], read.to(COMPUTE), mask=is_key)
     tl.store((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], corrected.to(COMPUTE), mask=is_value)
@@ -147,6 +154,7 @@ def chain_kernel(
     total_ptr,
     by_ptr,
     corrected_ptr,
+    share_ptr,
     page_ptr,
     start_ptr,
     first_ptr,
@@ -187,9 +195,9 @@ def chain_kernel(
         corrected = tl.load((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], mask=is_value, other=0.0)
         held = memory.to(COMPUTE)
         new = (corrected.to(tl.float32) - tl.dot(by, held, input_precision="ieee")).to(COMPUTE)
-        shares = tl.dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee") * find_between(total, TOKENS)
+        shares = tl.load((share_ptr + places * TOKENS)[:, None] + tokens[None, :], mask=live[:, None], other=0.0)
         out = tl.dot((q * tl.exp(total)[:, None]).to(COMPUTE), held, input_precision="ieee")
-        out = tl.dot(shares.to(COMPUTE), new, out, input_precision="ieee")
+        out = tl.dot(shares, new, out, input_precision="ieee")
         left = tl.exp(last - total)
         memory = tl.dot(tl.trans((k * left[:, None]).to(COMPUTE)), new, memory * tl.exp(last), input_precision="ieee")
         out_ptrs = (out_ptr + places * VALUE_DIM)[:, None] + values[None, :]
@@ -224,8 +232,9 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         num_warps=4,
     )
     total = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=out.device)
-    read, corrected = (
-        torch.empty((num_tokens, num_heads, size), dtype=out.dtype, device=out.device) for size in (key_dim, value_dim)
+    read, corrected, shares = (
+        torch.empty((num_tokens, num_heads, size), dtype=out.dtype, device=out.device)
+        for size in (key_dim, value_dim, STATE_CHUNK)
     )
     sizes = {
         "NUM_KEYS": (channels - num_heads * value_dim) // (2 * key_dim),
@@ -247,7 +256,9 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         total,
         read,
         corrected,
+        shares,
         inputs.gates.stride(0),
+        key_dim**-0.5,
         V=whole,
         num_warps=8,
         **sizes,
@@ -258,6 +269,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         total,
         read,
         corrected,
+        shares,
         chunks.reads,
         chunks.starts,
         chunks.firsts,
@@ -269,5 +281,6 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         key_dim**-0.5,
         V=tile,
         num_warps=8,
+        num_stages=2,
         **sizes,
     )
