@@ -113,7 +113,7 @@ def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]
     )
 
 
-def _view_states(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, tuple[DeltaState, ...]]:
+def _view_states(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, list[DeltaState]]:
     """The states of the layers of the recurrent groups, by number of the group."""
     if not isinstance(model, Decoder) or model.config.delta is None:
         return {}

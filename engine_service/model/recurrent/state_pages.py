@@ -23,7 +23,7 @@ from .delta_config import DeltaNetShape
 _OF_CHUNKS = ("starts", "rows", "firsts", "lens")  # the same in all groups
 
 
-def view_states(kv_view: torch.Tensor, shape: DeltaNetShape, num_layers: int) -> tuple[DeltaState, ...]:
+def view_states(kv_view: torch.Tensor, shape: DeltaNetShape, num_layers: int) -> list[DeltaState]:
     """The blocks of an arena as the states of num_layers layers.
 
     kv_view: of the arena, contiguous; its blocks are large enough, and its dtype is the model's.
@@ -37,7 +37,7 @@ def view_states(kv_view: torch.Tensor, shape: DeltaNetShape, num_layers: int) ->
         conv = flat[:, at : at + shape.conv_dim * (shape.kernel - 1) * kv_view.dtype.itemsize].view(kv_view.dtype)
         heads = (shape.num_value_heads, shape.key_dim, shape.value_dim)
         layers.append(DeltaState(memory.unflatten(1, heads), conv.unflatten(1, (-1, shape.conv_dim))))
-    return tuple(layers)
+    return layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class StateMetadata:
     """What the layers of a recurrent group need of a step.
 
     Attributes:
-        layers: the states of each layer, in pages.
+        layers: the states of each layer, in pages. A list is no part of what differs from step to step, see decode_programs.py.
         rows: those of one token; None: there are none.
         chunks: of the other rows; None: there are none.
     """
 
-    layers: tuple[DeltaState, ...]
+    layers: list[DeltaState]
     rows: StateRows | None
     chunks: StateChunks | None
 
@@ -114,7 +114,7 @@ def _cut(batch: Batch, rows: IntArray, group: int, block_size: int) -> tuple[Int
     return np.array(counts), np.array(firsts), np.array(ends), np.array(are_due)
 
 
-def build_state_metadata(tensors: Mapping[str, torch.Tensor], group: int, layers: tuple[DeltaState, ...]) -> StateMetadata:
+def build_state_metadata(tensors: Mapping[str, torch.Tensor], group: int, layers: list[DeltaState]) -> StateMetadata:
     """tensors: of attention_arrays and state_arrays, on the model's device."""
     rows, chunks = None, None
     if f"state_reads_{group}" in tensors:
