@@ -190,7 +190,7 @@ def chain_kernel(
         k = load_units((rows + NUM_KEYS * KEY_DIM)[:, None] + keys[None, :], is_key)
         places = own * NUM_HEADS + head
         last = tl.load(total_ptr + (first + count - 1) * NUM_HEADS + head)
-        total = tl.where(live, tl.load(total_ptr + places, mask=live, other=0.0), last)
+        total = tl.load(total_ptr + places, mask=live, other=0.0)
         by = tl.load((by_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
         corrected = tl.load((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], mask=is_value, other=0.0)
         held = memory.to(COMPUTE)
