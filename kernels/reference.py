@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from .attention.retention import Retention
-from .types import CountedTensors, LinearWeight
+from .types import CountedTensors, DeltaInputs, DeltaState, LinearWeight, StateChunks, StateRows
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -186,6 +186,62 @@ def penalise_counted(logits: torch.Tensor, counts: torch.Tensor, rows: CountedTe
             if num_outputs:
                 out[row, seen] -= torch.tensor(frequency * num_outputs + presence, dtype=torch.float32)
     return out
+
+
+def delta_decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.Tensor) -> None:
+    """Reference of delta_rule.delta_decode."""
+    tokens = range(len(out)) if rows.tokens is None else rows.tokens.tolist()
+    for token, read, write in zip(tokens, rows.reads.tolist(), rows.writes.tolist(), strict=True):
+        _write_state(state, write, *_take_tokens(inputs, [token], *_read_state(state, read), out))
+
+
+def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, out: torch.Tensor) -> None:
+    """Reference of delta_rule.delta_prefill."""
+    for row, read in enumerate(chunks.reads.tolist()):
+        memory, window = _read_state(state, read)
+        for chunk in range(int(chunks.starts[row]), int(chunks.starts[row + 1])):
+            first = int(chunks.firsts[chunk])
+            memory, window = _take_tokens(inputs, range(first, first + int(chunks.lens[chunk])), memory, window, out)
+            _write_state(state, int(chunks.writes[chunk]), memory, window)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Reference of gated_norm.gated_norm."""
+    wide, gates = x.double(), gate.double().view(x.shape)
+    normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.double()
+    return (normed * gates * torch.sigmoid(gates)).to(x.dtype).flatten(1)
+
+
+def _read_state(state: DeltaState, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(each[page].double() if page else torch.zeros_like(each[0], dtype=torch.float64) for each in state)  # type: ignore[return-value]
+
+
+def _write_state(state: DeltaState, page: int, memory: torch.Tensor, window: torch.Tensor) -> None:
+    if page:
+        state.memory[page], state.conv[page] = memory, window
+
+
+def _take_tokens(
+    inputs: DeltaInputs, tokens: Sequence[int], memory: torch.Tensor, window: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the outputs of some tokens of a sequence, and return its state behind them."""
+    num_heads, key_dim, value_dim = memory.shape
+    keys = (window.shape[1] - num_heads * value_dim) // 2
+    each, memory = num_heads * key_dim // keys, memory.clone()
+    for token in tokens:
+        window = torch.cat((window, inputs.mixed[token].double()[None]))
+        made = torch.nn.functional.silu((window * inputs.conv.double().T).sum(0))
+        window = window[1:]
+        for head in range(num_heads):
+            at = head // each * key_dim
+            q, k, v = made[at:][:key_dim], made[keys + at :][:key_dim], made[2 * keys + head * value_dim :][:value_dim]
+            q, k = (x / torch.sqrt(x @ x + 1e-6) for x in (q, k))
+            beta, gate = (inputs.gates[token, place].double() for place in (head, num_heads + head))
+            grown = torch.nn.functional.softplus(gate + inputs.decay_bias[head].double())
+            memory[head] *= torch.exp(-torch.exp(inputs.decay_log[head].double()) * grown)
+            memory[head] += torch.outer(k, (v - k @ memory[head]) * torch.sigmoid(beta))
+            out[token, head] = q @ memory[head] * key_dim**-0.5
+    return memory, window
 
 
 def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:

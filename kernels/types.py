@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 Int64Array = npt.NDArray[np.int64]
+STATE_CHUNK = 64  # tokens that a recurrence takes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,66 @@ class CountedTensors(NamedTuple):
     tokens: torch.Tensor
     addends: torch.Tensor
     penalties: torch.Tensor
+
+
+class DeltaInputs(NamedTuple):
+    """What the tokens of a step bring to a gated delta net, and its weights. C is 2 Hk Dk + Hv Dv.
+
+    Attributes:
+        mixed: [T, C], queries, keys and values before the convolution, row t at a stride.
+        gates: [T, 2 Hv], how much each head corrects, and how much it forgets.
+        conv: [C, kernel], as mixed.
+        decay_bias, decay_log: float32 [Hv]; a head forgets at exp(decay_log) times the softplus of its gate and the bias.
+    """
+
+    mixed: torch.Tensor
+    gates: torch.Tensor
+    conv: torch.Tensor
+    decay_bias: torch.Tensor
+    decay_log: torch.Tensor
+
+
+class DeltaState(NamedTuple):
+    """What a gated delta net knows of the sequences, in pages: those of an arena, a stride apart.
+
+    Attributes:
+        memory: float32 [P, Hv, Dk, Dv].
+        conv: [P, kernel - 1, C], the convolution's last inputs.
+    """
+
+    memory: torch.Tensor
+    conv: torch.Tensor
+
+
+class StateRows(NamedTuple):
+    """Rows of one token. A page that is 0 is read as the state before the first token, and not written.
+
+    Attributes:
+        tokens: int64 [S], of the step; None: all, in order.
+        reads, writes: int64 [S], pages. A page that is written is in no other row.
+    """
+
+    tokens: torch.Tensor | None
+    reads: torch.Tensor
+    writes: torch.Tensor
+
+
+class StateChunks(NamedTuple):
+    """Rows of several tokens, in chunks of at most STATE_CHUNK of them, one behind the other. Pages as in StateRows.
+
+    Attributes:
+        reads: int64 [S], pages.
+        starts: int64 [S + 1], where each row's chunks begin.
+        rows, firsts, lens: int64 [N], of each chunk its row, its first token and how many it has.
+        writes: int64 [N], pages of the states behind each chunk.
+    """
+
+    reads: torch.Tensor
+    starts: torch.Tensor
+    rows: torch.Tensor
+    firsts: torch.Tensor
+    lens: torch.Tensor
+    writes: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def _get_room(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _find_parts(value: Any, found: dict[int, Any]) -> None:
-    """Note a value and all that it is made of, by id, each before its parts."""
+    """Note a value and all that it is made of, by id, each before its parts. A list is one thing, which no step changes."""
     if isinstance(value, int) or value is None or id(value) in found:
         return
     found[id(value)] = value

@@ -21,13 +21,14 @@ from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_len
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.scratch import Scratch
+from kvkeeper.kernels.types import DeltaState
 
 from ..model.attention import StepAttention, attention_arrays, attention_parts, build_step_attention
 from ..model.checkpoint.errors import ModelError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
-from ..model.recurrent.state_pages import Runs, StatePages, build_state_metadata, find_runs, state_arrays
+from ..model.recurrent.state_pages import build_state_metadata, state_arrays, view_states
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..model.transformers_model import ModelShape, TransformersModel
 from ..values.batch import Batch, IntArray
@@ -112,12 +113,12 @@ def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]
     )
 
 
-def _state_pages(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, StatePages]:
-    """The pages of the recurrent groups, by number of the group."""
+def _view_states(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, list[DeltaState]]:
+    """The states of the layers of the recurrent groups, by number of the group."""
     if not isinstance(model, Decoder) or model.config.delta is None:
         return {}
     shape = model.config.delta.shape
-    return {at: StatePages(kv_view, shape, len(group.layers)) for at, group in enumerate(groups) if group.is_recurrent}
+    return {at: view_states(kv_view, shape, len(group.layers)) for at, group in enumerate(groups) if group.is_recurrent}
 
 
 class ModelRunner:
@@ -157,7 +158,7 @@ class ModelRunner:
         self._layout = layout
         self._groups = groups
         self._parts, self._places = attention_parts(() if self._stored else groups, model.config.windows, model.config.chunks)
-        self._states = _state_pages(model, kv_view, groups)
+        self._states = _view_states(model, kv_view, groups)
         self._scratch = Scratch(kv_view.device)
         self.queue = queue or make_queue(kv_view.device)
         self._upload = upload_to(kv_view, self.queue)
@@ -185,7 +186,7 @@ class ModelRunner:
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
         """Run all variants of all kernels, so that none is compiled while requests wait, and capture decodes if graphs can be.
 
-        The log names a decoder whose launches cannot be captured; it computes plainly, and so does one with recurrent layers.
+        The log names a decoder whose launches cannot be captured; it computes plainly.
 
         Args:
             with_retention: whether steps will have rows with sink and window.
@@ -197,16 +198,15 @@ class ModelRunner:
         self._warm_up(bounds, with_retention=with_retention, progress=progress)
         if graphs is None or not isinstance(self._model, Decoder):
             return
-        if self._states:
-            log.info("graphs_left_out", message="decodes of a model with recurrent layers are computed without CUDA graphs")
-            return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
         block_size = self._layout.block_size
         width = -(-bounds.most_tokens // block_size)
-        most_rows, num_groups = min(bounds.most_rows, MOST_ROWS), max(len(self._groups), 1)
-        # Tables of prompts in chunks are made by the host, as many as there are chunks.
-        prompt_tokens = 0 if any(part.chunk is not None for part in self._parts) else bounds.most_step_tokens
-        shape = StepShape(most_rows, width, block_size, self._num_positions, self.vocab_size, prompt_tokens, num_groups)
+        most_rows, num_groups = min(bounds.most_rows, MOST_ROWS), max(len(self._groups) - len(self._states), 1)
+        # Tables of prompts in chunks are made by the host, as many as there are chunks; and so are the chunks of a recurrence.
+        has_chunks = bool(self._states) or any(part.chunk is not None for part in self._parts)
+        prompt_tokens = 0 if has_chunks else bounds.most_step_tokens
+        of_rows = most_rows, width, block_size, self._num_positions, self.vocab_size
+        shape = StepShape(*of_rows, prompt_tokens, num_groups, tuple(self._states))
         self.last_tokens.fix(bounds.most_rows + 1)
         assert self.counts is not None, "captured models draw"
         try:
@@ -246,22 +246,17 @@ class ModelRunner:
     def _plain_step(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
         """See graphed_steps.PlainStep."""
         assert isinstance(self._model, Decoder), "other models are not captured"
-        metadata = self._attention(tensors, scratch, ())
+        metadata = self._attention(tensors, scratch)
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
         return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"], logits)
 
-    def _attention(
-        self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, runs: Runs, *, is_written: bool = True
-    ) -> StepAttention | StoredAttention:
+    def _attention(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> StepAttention | StoredAttention:
         if self._stored:
             return build_stored_attention(tensors, self._stored)
         found = build_step_attention(tensors, self._kv_view, self._parts, self._places, self._model.dtype, scratch)
         if not self._states:
             return found
-        states = {
-            group: build_state_metadata(tensors, group, pages, runs, is_written=is_written)
-            for group, pages in self._states.items()
-        }
+        states = {group: build_state_metadata(tensors, group, layers) for group, layers in self._states.items()}
         return replace(found, states=states)
 
     @torch.inference_mode()
@@ -289,13 +284,11 @@ class ModelRunner:
         if batch.awaited_rows is not None:
             arrays["awaited_rows"] = batch.awaited_rows
         arrays |= attention_arrays(batch, self._parts, self._layout.block_size, self._states)
-        runs: Runs = ()
         if self._states:
-            runs = find_runs(batch, len(self._groups) - 1, self._layout.block_size)
-            arrays |= state_arrays(batch, tuple(self._states), runs, self._layout.block_size)
+            arrays |= state_arrays(batch, tuple(self._states), self._layout.block_size)
         upload = self._upload.stage(arrays)
         programs = self.programs if batch.only_decodes else None
-        attention = partial(self._attention, scratch=self._scratch, runs=runs, is_written=batch.group_tables is not None)
+        attention = partial(self._attention, scratch=self._scratch)
         plain = partial(self._plain, upload, int(batch.positions.max()), attention, programs)
         return Staged(partial(self._on_device, plain), upload.give_back)
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
+from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, weigh_by_sigmoid
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_integers import quantise_linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
@@ -295,7 +295,7 @@ class Decoder:
             out = attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
         if self.watch is not None:
             self.watch(index, q, out)
-        return out * qkv[:, num_stored:].flatten(1).sigmoid() if config.has_output_gate else out
+        return weigh_by_sigmoid(out, qkv.flatten(1)[:, num_stored * config.head_dim :]) if config.has_output_gate else out
 
 
 def _turn_nothing(rotation: Rotation) -> Rotation:

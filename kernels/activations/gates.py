@@ -7,6 +7,7 @@ import torch
 from ..checks import on_cuda, require
 from ..cpu import compiled
 from ..cpu.rows import gate as compiled_gate
+from ..cpu.rows import weigh_by_sigmoid as compiled_weigh
 
 _HALVES: Final = "must have an even last dimension, is {}"
 
@@ -41,6 +42,22 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * alpha).sigmoid_().mul_(gate).mul_(up + 1)
+
+
+def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, I] times the sigmoid of gate [T, I], whose rows are a stride apart.
+
+    Raises:
+        KernelArgumentError: another shape or dtype of the gate.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
+    """
+    op = "weigh_by_sigmoid"
+    on_cuda(op, x)
+    fits = gate.shape == x.shape and gate.dtype is x.dtype
+    require(fits, op, "gate", "{} {} does not fit {} {}", gate.dtype, gate.shape, x.dtype, x.shape)
+    if compiled.serves(x) and x.is_contiguous() and gate.stride(1) == 1:
+        return compiled_weigh(x, gate)
+    return x * gate.sigmoid()
 
 
 def _fused(

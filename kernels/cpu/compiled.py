@@ -19,9 +19,12 @@ _OF_EACH_DTYPE: Final = {
     "rms_norm": "row_kernels",
     "gate": "row_kernels",
     "rotary_store_kv": "row_kernels",
+    "gated_norm": "row_kernels",
+    "weigh_by_sigmoid": "row_kernels",
     "multiply": "product_kernels",
     "attend_decode": "attention_kernels",
     "attend_prefill": "attention_kernels",
+    "delta_rule": "delta_kernels",
 }
 _OF_ONE: Final = {
     "quantise_rows": "integer_kernels",

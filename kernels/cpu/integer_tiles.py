@@ -113,9 +113,7 @@ class _Integers(Vectors):
             return builder.fpext(builder.load(pointer, align=2), self.floats)
         pointer = builder.inttoptr(address, ir.VectorType(_SHORT, LANES).as_pointer())
         halves = builder.sext(builder.load(pointer, align=2), self.ints)
-        bits = builder.and_(
-            builder.shl(halves, self.fill(13)), self.fill(-0x70002000)
-        )  # the sign, and all else 13 places up
+        bits = builder.and_(builder.shl(halves, self.fill(13)), self.fill(-0x70002000))  # the sign, and all else 13 places up
         return builder.fmul(builder.bitcast(bits, self.floats), ir.Constant(self.floats, [2.0**112] * LANES))
 
 

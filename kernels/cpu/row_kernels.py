@@ -101,3 +101,37 @@ def rotary_store_kv(data):
         v, out = row_at(v_at + token * v_stride * NUM_BYTES, slot), row_at(layer_at + v_rows[token] * slot * NUM_BYTES, slot)
         for i in range(slot):
             out[i] = v[i]
+
+
+@named_kernel(__name__)
+def gated_norm(data):
+    """out [T, H, D] = x [T, H, D], each head's root mean square 1, times weight [D] and silu of gate, row t at stride."""
+    args, numbers = carray(data, (11,), np.int64), carray(data, (11,), np.float64)
+    x_at, gate_at, weight_at, out_at = args[2], args[3], args[4], args[5]
+    num_rows, num_heads, size, stride, eps = args[6], args[7], args[8], args[9], numbers[10]
+    weight = row_at(weight_at, size)
+    first, last = find_share(args, num_rows * num_heads)
+    for item in range(first, last):
+        row, head = item // num_heads, item % num_heads
+        x, out = row_at(x_at + item * size * NUM_BYTES, size), row_at(out_at + item * size * NUM_BYTES, size)
+        gates = row_at(gate_at + (row * stride + head * size) * NUM_BYTES, size)
+        total = np.float32(0)
+        for i in range(size):
+            total += number_of(x[i]) * number_of(x[i])
+        factor = np.float32(1.0 / np.sqrt(np.float64(total) / size + eps))
+        for i in range(size):
+            g = number_of(gates[i])
+            out[i] = element_of(number_of(x[i]) * factor * number_of(weight[i]) * g / (np.float32(1) + exp(-g)))
+
+
+@named_kernel(__name__)
+def weigh_by_sigmoid(data):
+    """out [T, I] = x [T, I] times the sigmoid of gate, row t at stride."""
+    args = carray(data, (8,), np.int64)
+    x_at, gate_at, out_at, num_rows, size, stride = args[2], args[3], args[4], args[5], args[6], args[7]
+    first, last = find_share(args, num_rows)
+    for row in range(first, last):
+        x, out = row_at(x_at + row * size * NUM_BYTES, size), row_at(out_at + row * size * NUM_BYTES, size)
+        gates = row_at(gate_at + row * stride * NUM_BYTES, size)
+        for i in range(size):
+            out[i] = element_of(number_of(x[i]) / (np.float32(1) + exp(-number_of(gates[i]))))

@@ -8,6 +8,7 @@ from .launch import Launcher
 
 _norm = Launcher("rms_norm", "qqqqqqqqd")
 _gate = Launcher("gate", "qqqqqdd")
+_weigh = Launcher("weigh_by_sigmoid", "q" * 6)
 _rotary_store = Launcher("rotary_store_kv", "q" * 14)
 
 
@@ -35,6 +36,13 @@ def gate(gate_up: torch.Tensor, *, gelu: bool, swiglu: tuple[float, float] | Non
         addresses = (gate_up.data_ptr(), out.data_ptr())
         shape = out.numel() // size, size
         _gate(gate_up.dtype, 8 * gate_up.numel(), *addresses, *shape, kind, *(swiglu or (0.0, 0.0)))
+    return out
+
+
+def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """The compiled path of weigh_by_sigmoid (activations/gates.py), of x without gaps."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _weigh(x.dtype, 8 * x.numel(), x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, gate.stride(0))
     return out
 
 

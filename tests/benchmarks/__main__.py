@@ -36,6 +36,7 @@ NAMES = (
     "speculation",
     "quality",
     "groups",
+    "recurrence",
     "tensor_parallel",
     "kv_dtypes",
     "trace",

@@ -44,6 +44,8 @@ class StepShape:
     block_size: tokens of a block.
     most_prompt_tokens: of prompts beside the rows that decode; 0: steps with prompts are not captured.
     num_groups: of layers, each with tables of its own.
+    state_groups: numbers of those groups that are recurrent, which are beside num_groups. Steps with prompts are not captured
+    then.
     """
 
     most_rows: int
@@ -53,6 +55,7 @@ class StepShape:
     vocab_size: int
     most_prompt_tokens: int = 0
     num_groups: int = 1
+    state_groups: tuple[int, ...] = ()
 
 
 Drawing = tuple[Graph, StepLogits]  # with what its replay leaves
@@ -123,7 +126,7 @@ class GraphedSteps:
         shape = self._shape
         if batch.block_tables.shape[1] > shape.table_width or int(batch.positions.max()) >= shape.num_positions:
             return False
-        return shape.num_groups == 1 or batch.group_tables is not None
+        return (shape.num_groups == 1 and not shape.state_groups) or batch.group_tables is not None
 
     def _replay(
         self, copy: Callable[[], None], size: StepSize, drawing: Drawing | None, counted: Counted | None, count: int
@@ -185,6 +188,8 @@ def capture_steps(
             groups=shape.num_groups,
             table_width=shape.table_width,
             prompt_width=max(shape.table_width, -(-prompt_tokens // shape.block_size)),
+            states=shape.state_groups,
+            block_size=shape.block_size,
         ),
         device,
         queue,

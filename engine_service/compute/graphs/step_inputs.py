@@ -2,12 +2,12 @@
 
 A step's columns and the used part of its tables go over in one copy, from pinned memory; copies on the device spread the tables
 over rows of full width. Two steps may be under way, so there is pinned memory for two, in turn. Rows that decode come first,
-then those of prompts, and each part is followed by padding up to the size of its graph. Padding has no slot to write to, and a
-place of its own for the token that it draws. It sees no token, or, behind prompts, those of the null block: it is one more
-prompt, so that what is computed of it is a number.
+then those of prompts, and each part is followed by padding up to the size of its graph. Padding has no slot to write to, page 0
+for its states, and a place of its own for the token that it draws. It sees no token, or, behind prompts, those of the null
+block: it is one more prompt, so that what is computed of it is a number.
 
-The memory is: columns of a step's tokens, and of its rows of logits, of int64; how these are drawn, how they are penalised;
-lengths of its sequences, and where the prompts begin, of int32; tables.
+The memory is: columns of a step's tokens, of its rows of logits, and of pages of states, of int64; how rows are drawn, and
+penalised; lengths of its sequences, and where the prompts begin, of int32; tables.
 """
 
 import math
@@ -21,6 +21,7 @@ import torch
 
 from kvkeeper.kernels.types import CountedTensors
 
+from ...model.recurrent.state_pages import state_arrays
 from ...values.batch import Batch
 from ...values.sampling_params import GREEDY, PlainDraws, draw_params, get_penalties
 from ..device.device_queue import DeviceQueue
@@ -42,6 +43,8 @@ class InputsShape(NamedTuple):
     """The largest step: tokens, rows of logits, rows that decode, prompts, groups of layers, and blocks of a table.
 
     prompts: 0: there are none. prompt_width: blocks of a prompt's table, no fewer; those of a prompt that is all padding, too.
+    groups: those with tables on the device. states: numbers of the recurrent groups, of whose tables the pages of each row that
+    decodes go over instead. block_size: tokens of a block, where there are such groups.
     """
 
     tokens: int
@@ -51,6 +54,8 @@ class InputsShape(NamedTuple):
     groups: int
     table_width: int
     prompt_width: int
+    states: tuple[int, ...] = ()
+    block_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class _Columns(Generic[T]):
 
     of_tokens: Mapping[str, T]
     of_logits: Mapping[str, T]
+    of_states: Mapping[str, T]
     params: T
     numbers: T
     places: T
@@ -83,6 +89,7 @@ def _lay_out(shape: InputsShape, view: Callable[[int, tuple[int, ...], type[np.g
     return _Columns(
         {name: column(np.int64, shape.tokens) for name in names},
         {name: column(np.int64, shape.logits) for name in _OF_LOGITS},
+        {f"state_{name}_{group}": column(np.int64, shape.decodes) for group in shape.states for name in ("reads", "writes")},
         column(np.float64, _NUM_PARAMS, shape.logits),
         column(np.int64, _NUM_NUMBERS, shape.logits),
         column(np.int64, _NUM_PLACES, shape.logits),
@@ -142,6 +149,8 @@ class StepInputs:
         self._columns = columns = _lay_out(shape, view)
         for name, column in (*columns.of_tokens.items(), *columns.of_logits.items()):
             column.fill_(self._paddings.get(name, _NONE))
+        for column in columns.of_states.values():
+            column.zero_()
         paddings = (columns.params, _PADDING_PARAMS), (columns.places, self._not_counted), (columns.penalties, _NO_PENALTIES)
         for column, padding in paddings:
             column.copy_(torch.from_numpy(padding).expand(column.shape))
@@ -155,6 +164,7 @@ class StepInputs:
         columns, num_prompts = self._columns, size.prompts and size.prompts + 1
         found = {name: column[: size.decodes + size.prompt_tokens] for name, column in columns.of_tokens.items()}
         found |= {name: column[: size.logits] for name, column in columns.of_logits.items()}
+        found |= {name: column[: size.decodes] for name, column in columns.of_states.items()}
         for part, count, lens, tables in (
             ("decode", size.decodes, columns.decode_lens, self._decode_tables),
             ("prefill", num_prompts, columns.prompt_lens, self._prompt_tables),
@@ -200,7 +210,7 @@ class StepInputs:
         groups, tables_at = self._shape.groups, turn.columns.tables_at
         tables = turn.tables[: groups * num_rows * used].reshape(groups, num_rows, used)
         tables[0] = batch.block_tables
-        if batch.group_tables is not None:
+        if groups > 1 and batch.group_tables is not None:
             tables[1:] = batch.group_tables.swapaxes(0, 1)
         end = tables_at + tables.nbytes
 
@@ -216,9 +226,13 @@ class StepInputs:
         return Staged(copy, turn.stage.give_back)
 
     def _take_tokens(self, batch: Batch, num_decodes: int, size: StepSize, columns: _Columns[npt.NDArray[Any]]) -> None:
-        """The columns of tokens, lengths, and where the prompts begin."""
+        """The columns of tokens, lengths, pages of states, and where the prompts begin."""
         lens = columns.decode_lens
         lens[:num_decodes], lens[num_decodes : size.decodes] = batch.seq_lens[:num_decodes], 0
+        if columns.of_states:
+            pages = state_arrays(batch, self._shape.states, self._shape.block_size)
+            for name, column in columns.of_states.items():
+                column[:num_decodes], column[num_decodes : size.decodes] = pages[name], 0
         if size.prompts:
             locs, num_prompts = batch.query_start_loc[num_decodes:] - num_decodes, len(batch.seq_lens) - num_decodes
             columns.prompt_lens[:num_prompts] = batch.seq_lens[num_decodes:]

@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn import functional
 
-from kvkeeper.kernels.activations.linear import linear
-from kvkeeper.kernels.activations.rms_norm import rms_norm
-from kvkeeper.kernels.types import LinearWeight
+from kvkeeper.kernels.activations.linear import linear, pack_linear
+from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
+from kvkeeper.kernels.recurrent.gated_norm import gated_norm
+from kvkeeper.kernels.types import DeltaInputs, LinearWeight
 
 from ..checkpoint.destination import Destination, Empty, take_all
 from ..experts import Weight
 from .delta_config import DeltaNetShape
-from .delta_net import DeltaState, convolve, convolve_one, delta_rule, delta_rule_one
 from .state_pages import StateMetadata
 
 
@@ -40,7 +39,7 @@ class DeltaWeights:
     norm: torch.Tensor
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "DeltaWeights":
-        return replace(self, mixed=pack(self.mixed))
+        return replace(self, mixed=pack(self.mixed), gates=pack_linear(self.gates))
 
 
 def delta_layer(
@@ -48,53 +47,13 @@ def delta_layer(
 ) -> torch.Tensor:
     """Heads' outputs [T, Hv * Dv], before the output projection, for x [T, H]. at: the layer's place in its group."""
     mixed, gate = linear(x, weights.mixed).split((shape.conv_dim, shape.num_value_heads * shape.value_dim), 1)
-    correction, forgetting = linear(x, weights.gates).chunk(2, 1)
-    beta = correction.sigmoid().float()
-    decay = -weights.decay_log.exp() * functional.softplus(forgetting.float() + weights.decay_bias)
-    out = x.new_empty(len(x), shape.num_value_heads, shape.value_dim)
-    if metadata.reads is not None and metadata.writes is not None:
-        rows = slice(None) if metadata.decode_rows is None else metadata.decode_rows
-        state = metadata.pages.read(at, metadata.reads)
-        made, conv = convolve_one(mixed[rows], state.conv, weights.conv)
-        out[rows], memory = delta_rule_one(*_heads(made, shape), decay[rows], beta[rows], state.memory)
-        if metadata.is_written:
-            metadata.pages.write(at, metadata.writes, DeltaState(memory, conv))
-    if metadata.run_reads is not None:
-        _compute_runs(mixed, decay, beta, weights.conv, shape, metadata, at, out)
-    normed, _ = rms_norm(out, weights.norm, eps)
-    return (normed.float() * functional.silu(gate.unflatten(1, (-1, shape.value_dim)).float())).to(x.dtype).flatten(1)
-
-
-def _compute_runs(
-    mixed: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    weight: torch.Tensor,
-    shape: DeltaNetShape,
-    metadata: StateMetadata,
-    at: int,
-    out: torch.Tensor,
-) -> None:
-    """Rows with several tokens, run by run, into their places in out [T, Hv, Dv]."""
-    assert metadata.run_reads is not None
-    assert metadata.run_writes is not None
-    number = 0
-    for place, runs in enumerate(metadata.runs):
-        memory, conv = (each[0] for each in metadata.pages.read(at, metadata.run_reads[place : place + 1]))
-        for first, end in runs:
-            made, conv = convolve(mixed[first:end], conv, weight)
-            out[first:end], memory = delta_rule(*_heads(made, shape), decay[first:end], beta[first:end], memory)
-            if metadata.is_written:
-                pages = metadata.run_writes[number : number + 1]
-                metadata.pages.write(at, pages, DeltaState(memory[None], conv[None]))
-            number += 1
-
-
-def _heads(made: torch.Tensor, shape: DeltaNetShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys [..., Hk, Dk] and values [..., Hv, Dv] of what was convolved [..., C]."""
-    keys = shape.num_key_heads * shape.key_dim
-    q, k, v = made.split((keys, keys, made.shape[-1] - 2 * keys), -1)
-    return (q.unflatten(-1, (-1, shape.key_dim)), k.unflatten(-1, (-1, shape.key_dim)), v.unflatten(-1, (-1, shape.value_dim)))
+    inputs = DeltaInputs(mixed, linear(x, weights.gates), weights.conv, weights.decay_bias, weights.decay_log)
+    out = mixed.new_empty(len(x), shape.num_value_heads, shape.value_dim)
+    if metadata.rows is not None:
+        delta_decode(inputs, metadata.layers[at], metadata.rows, out)
+    if metadata.chunks is not None:
+        delta_prefill(inputs, metadata.layers[at], metadata.chunks, out)
+    return gated_norm(out, gate, weights.norm, eps)
 
 
 def allocate_delta(shape: DeltaNetShape, hidden_size: int, empty: Empty) -> DeltaWeights:

@@ -1,15 +1,13 @@
 """States in pages: checkpoints inside long steps, pages that are given back, what a block must hold, and what is refused."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from structlog.testing import capture_logs
 
-from kvkeeper.engine_service.compute.graphs.graph_api import GraphApi
 from kvkeeper.engine_service.compute.model_runner import StepBounds
 from kvkeeper.engine_service.model.checkpoint.errors import ModelError, UnsupportedModelError
 from kvkeeper.engine_service.model.config import parse_model_config
@@ -17,7 +15,8 @@ from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_states
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.recurrent.delta_config import DeltaNetShape
-from kvkeeper.engine_service.model.recurrent.state_pages import find_runs
+from kvkeeper.engine_service.model.recurrent.state_pages import state_arrays
+from kvkeeper.kernels.cpu import compiled
 from tests.support.models.tiny_models import (
     NumericsCase,
     ReferenceLogits,
@@ -78,16 +77,29 @@ def test_a_state_that_is_not_the_one_behind_the_hit_shows(model: Decoder, refere
     assert float(errors[shared:].min()) > 100 * reference.bound
 
 
-def test_runs_end_where_a_block_has_a_page() -> None:
-    table = np.arange(1, 9, dtype=np.int32)
+def test_chunks_end_where_a_block_has_a_page_and_behind_so_many_tokens() -> None:
+    table = np.arange(1, 60, dtype=np.int32)
     rows = [ScheduledRow(range(20), 6, table), ScheduledRow([0], 3, table), ScheduledRow(range(2), 7, table)]
+    rows.append(ScheduledRow(range(150), 2, table))
     batch = build_batch(rows, SIZE)
-    tables = np.zeros((3, 2, batch.block_tables.shape[1]), np.int32)
-    tables[0, 1, [0, 1, 3, 6]] = 9
-    tables[2, 1, 1:3] = 9
-    of_groups = dataclasses.replace(batch, group_tables=tables)
-    assert find_runs(of_groups, 2, SIZE) == (((0, 2), (2, 10), (10, 20)), ((21, 22), (22, 23)))
-    assert find_runs(batch, 2, SIZE) == (((0, 20),), ((21, 23),))
+    tables = np.zeros((4, 2, batch.block_tables.shape[1]), np.int32)
+    tables[0, 1, [0, 1, 3, 6]] = [9, 5, 6, 7]
+    tables[1:3, 1, :3] = [1, 2, 3]
+    tables[3, 1, [0, 17, 37]] = [3, 4, 5]  # after 2 tokens, after 70, and at the end
+    found = state_arrays(dataclasses.replace(batch, group_tables=tables), [2], SIZE)
+    assert {name: column.tolist() for name, column in found.items()} == {
+        "state_chunk_starts": [0, 3, 5, 10],
+        "state_chunk_rows": [0, 0, 0, 1, 1, 2, 2, 2, 2, 2],
+        "state_chunk_firsts": [0, 2, 10, 21, 22, 23, 25, 89, 93, 157],
+        "state_chunk_lens": [2, 8, 10, 1, 1, 2, 64, 4, 64, 16],
+        "state_reads_2": [1],
+        "state_writes_2": [1],
+        "state_chunk_reads_2": [5, 2, 3],
+        "state_chunk_writes_2": [5, 6, 7, 2, 3, 3, 0, 4, 0, 5],
+    }
+    first = state_arrays(batch, [1, 2], SIZE)
+    assert first["state_chunk_lens"].tolist() == [20, 2, 64, 64, 22]
+    assert not any(first[f"state_{name}_2"].any() for name in ("reads", "writes", "chunk_reads", "chunk_writes"))
 
 
 def test_a_token_without_a_page_is_no_step(model: Decoder) -> None:
@@ -169,14 +181,9 @@ def test_layers_that_cannot_be_are_refused(changes: dict[str, object], words: st
         parse_model_config(RAW | changes)
 
 
-def test_decodes_are_not_captured_and_a_warm_up_changes_no_state(model: Decoder) -> None:
+def test_a_warm_up_changes_no_state(model: Decoder) -> None:
     tables = HandTables(model, SIZE, num_blocks=40, fill=0.0)
-    with capture_logs() as logs:
-        tables.runner.make_ready(StepBounds(2, 64), cast(GraphApi, object()), with_retention=False, progress=False)
-    assert tables.runner.graphed is None
-    assert [entry["message"] for entry in logs if entry["event"] == "graphs_left_out"] == [
-        "decodes of a model with recurrent layers are computed without CUDA graphs"
-    ]
+    tables.runner.make_ready(StepBounds(2, 64), None, with_retention=False, progress=False)
     assert not tables.view.any()
 
 
@@ -190,3 +197,31 @@ def test_there_may_be_a_group_for_each_of_many_layers(tmp_path: Path) -> None:
     assert tables.num_state_groups == 20
     reference = reference_logits(folder, cases)
     assert reference.error(tables.compute(cases, 5)) <= 1e-4  # of 20 layers that round one behind the other
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    pytest.importorskip("numba")
+    compiled.switch(on=True)
+    yield
+    compiled.switch(on=False)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_decodes_without_experts_are_programs_with_the_numbers_of_plain_passes(tmp_path: Path) -> None:
+    kind = tiny_model("qwen3_next")
+    dense = dataclasses.replace(kind, overrides={**kind.overrides, "mlp_only_layers": [0, 1, 2, 3]})
+    own = load_model(build_model_folder(tmp_path, dense), progress=False)[0]
+    cases = [case for case in CASES if not case.preempt_at]
+    plain, recorded = (HandTables(own, SIZE, checkpoint_blocks=2, num_blocks=400) for _ in range(2))
+    plain.runner.programs = None
+    for found, expected in zip(recorded.compute(cases, 1), plain.compute(cases, 1), strict=True):
+        assert torch.equal(found, expected)
+    assert recorded.runner.programs is not None
+    assert recorded.runner.programs.num_runs > 10
+
+
+@pytest.mark.usefixtures("kernels")
+def test_compiled_kernels_compute_what_transformers_does(model: Decoder, reference: ReferenceLogits) -> None:
+    for chunk_size in (1, 5, 64):
+        assert reference.error(HandTables(model, SIZE, checkpoint_blocks=2).compute(CASES, chunk_size)) <= reference.bound

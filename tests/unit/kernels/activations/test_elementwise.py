@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
-from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
+from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, weigh_by_sigmoid
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
@@ -42,6 +42,16 @@ def test_rms_norm_with_a_weight_per_head_of_a_slice(path, dtype):
     x = torch.randn(9, 5, 96).to(dtype)[:, 1:4]
     weight = torch.randn(3, 96).to(dtype)
     close(path, path(rms_norm)(x, weight, 1e-6)[0], reference.rms_norm(x, weight, 1e-6)[0])
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(1, 8), (7, 300), (0, 8)])
+def test_a_sigmoid_of_a_strided_gate_weighs(path, dtype, shape):
+    x, gate = torch.randn(shape).to(dtype), torch.randn(shape[0], shape[1] + 5).to(dtype)[:, 5:]
+    expected = (x.double() * torch.sigmoid(gate.double())).to(dtype)
+    close(path, path(weigh_by_sigmoid)(x, gate), expected)
+    with pytest.raises(KernelArgumentError, match="gate"):
+        path(weigh_by_sigmoid)(x, gate[:, 1:])
 
 
 @dtypes

@@ -24,11 +24,23 @@ from kvkeeper.kernels.quantised.attention import quantised_decode, quantised_pre
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.quantised.store import store_quantised
+from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
+from kvkeeper.kernels.recurrent.gated_norm import gated_norm
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.store_latent import store_latent
-from kvkeeper.kernels.types import CountedTensors, LinearWeight, QuantisedRows, QuantisedSlots
+from kvkeeper.kernels.types import (
+    STATE_CHUNK,
+    CountedTensors,
+    DeltaInputs,
+    DeltaState,
+    LinearWeight,
+    QuantisedRows,
+    QuantisedSlots,
+    StateChunks,
+    StateRows,
+)
 from tests.unit.kernels.gpu.pretend import nowhere
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -186,6 +198,26 @@ def _attend_chunks(num_seqs: int, width: int) -> None:
     paged_attention_decode(q, layer, tables, lens, scale=0.1)
 
 
+def _delta(key_dim: int, value_dim: int, dtype: torch.dtype, *, num_rows: int = 16, num_chunks: int = 0) -> None:
+    """Decode of a gated delta net with 16 heads of keys and 32 of values, or with num_chunks prefill of full chunks."""
+    channels, num_tokens = 32 * (key_dim + value_dim), num_chunks * STATE_CHUNK or num_rows
+    projected = nowhere(num_tokens, channels + 32 * value_dim, dtype=dtype)
+    numbers = [nowhere(32, dtype=torch.float32) for _ in range(2)]
+    inputs = DeltaInputs(
+        projected[:, :channels], nowhere(num_tokens, 64, dtype=dtype), nowhere(channels, 4, dtype=dtype), *numbers
+    )
+    block = nowhere(_NUM_BLOCKS, 3 * 32 * key_dim * value_dim, dtype=torch.float32)
+    memory = block[:, : 32 * key_dim * value_dim].unflatten(1, (32, key_dim, value_dim))
+    state = DeltaState(memory, nowhere(_NUM_BLOCKS, 9 * channels, dtype=dtype)[:, : 3 * channels].unflatten(1, (3, channels)))
+    out = nowhere(num_tokens, 32, value_dim, dtype=dtype)
+    rows, more, chunks = (nowhere(count, dtype=torch.int64) for count in (num_rows, num_rows + 1, num_chunks))
+    if num_chunks:
+        delta_prefill(inputs, state, StateChunks(rows, more, *[chunks] * 4), out)
+    else:
+        delta_decode(inputs, state, StateRows(None, rows, rows), out)
+    gated_norm(out, projected[:, channels:], nowhere(value_dim, dtype=dtype), 1e-6)
+
+
 def _add(name: str, launch: Callable[..., object], *args: object, **options: object) -> None:
     LAUNCHES[name] = lambda: launch(*args, **options)
 
@@ -259,6 +291,9 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
                           for n in (3, 8) for w in (1, 7, 16, 100, 512)]),
     "stored shared": (7, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w)
                           for n in (16, 31, 33) for w in (64, 99)]),
+    "delta decode": (3, [partial(_delta, 128, 128, torch.bfloat16, num_rows=n) for n in (1, 7, 16)]),
+    "delta prefill": (4, [partial(_delta, 128, 128, torch.bfloat16, num_rows=n, num_chunks=c)
+                          for n in (1, 3, 16) for c in (1, 7, 16, 64)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
     "likeliest": (2, [partial(_find_likeliest, n) for n in (1, 7, 128)]),
@@ -298,3 +333,6 @@ for vocab_size in (4096, 50_257, 262_144):  # the first one by one program a row
     _add(f"sample {vocab_size}", _sample, vocab_size)
 for counts in (torch.int16, torch.int32):
     _add(f"penalise by {str(counts).removeprefix('torch.')}", _penalise, counts)
+for key_dim, value_dim, label in ((128, 128, "bf16"), (64, 64, "bf16"), (128, 128, "fp16")):
+    _add(f"delta decode d{key_dim} {label}", _delta, key_dim, value_dim, DTYPES[label])
+    _add(f"delta prefill d{key_dim} {label}", _delta, key_dim, value_dim, DTYPES[label], num_chunks=64)

@@ -1,0 +1,170 @@
+"""delta_decode and delta_prefill: a short causal convolution, and the gated delta rule on states in pages (arXiv 2412.06464).
+
+Queries, keys and values are convolved, each channel over its last inputs, and go through silu; queries and keys are put to
+length 1. Then the rule: a token decays the matrix of each head, and corrects what it holds under its key. States are read from
+pages and written to pages, so a row may be cut anywhere: at block edges they are checkpoints. The order of the operations is
+that of transformers' Qwen3-Next. Torch and Triton compute several tokens in chunks (the WY form), and one by the recurrence.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch.nn import functional
+
+from ..checks import on_cuda, require, require_index
+from ..cpu import compiled
+from ..cpu.delta import delta_rule as compiled_rule
+from ..types import DeltaInputs, DeltaState, StateChunks, StateRows
+
+
+def delta_decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.Tensor) -> None:
+    """Compute rows of one token, and their states in place.
+
+    Args:
+        inputs: of the step's T tokens.
+        state: the pages, of which those that the rows name are read and written.
+        rows: which tokens, and which pages.
+        out: [T, Hv, Dv], contiguous, where the tokens' outputs go.
+
+    Raises:
+        KernelArgumentError: shapes, strides or dtypes that do not fit.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
+    """
+    op = "delta_decode"
+    cuda = on_cuda(op, inputs.mixed)
+    _check(op, inputs, state, rows, out)
+    if cuda:
+        from ..gpu.delta_decode import delta_decode as on_device
+
+        on_device(inputs, state, rows, out)
+    elif compiled.serves(out):
+        compiled_rule(inputs, state, rows, out)
+    else:
+        _decode(inputs, state, rows, out)
+
+
+def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, out: torch.Tensor) -> None:
+    """The same of rows of several tokens, whose states are written where a chunk says so."""
+    op = "delta_prefill"
+    cuda = on_cuda(op, inputs.mixed)
+    _check(op, inputs, state, chunks, out)
+    if cuda:
+        from ..gpu.delta_prefill import delta_prefill as on_device
+
+        on_device(inputs, state, chunks, out)
+    elif compiled.serves(out):
+        compiled_rule(inputs, state, chunks, out)
+    else:
+        _prefill(inputs, state, chunks, out)
+
+
+def _check(op: str, inputs: DeltaInputs, state: DeltaState, rows: StateRows | StateChunks, out: torch.Tensor) -> None:
+    mixed, gates, conv, bias, log = inputs
+    memory, window = state
+    fits = memory.dim() == 4 and memory.dtype is torch.float32 and memory[0].is_contiguous()
+    require(fits, op, "memory", "must be float32 [P, Hv, Dk, Dv], is {} {}", memory.dtype, memory.shape)
+    num_heads, key_dim, value_dim = memory.shape[1:]
+    channels, kernel = conv.shape
+    num_keys, rest = divmod(channels - num_heads * value_dim, 2 * key_dim)
+    fits = num_keys > 0 and not rest and not num_heads % num_keys and conv.is_contiguous() and conv.dtype is mixed.dtype
+    require(fits, op, "conv", "{} {} does not fit {} heads of {} by {}", conv.dtype, conv.shape, *memory.shape[1:])
+    fits = window.shape[1:] == (kernel - 1, channels) and window[0].is_contiguous() and window.dtype is mixed.dtype
+    require(fits, op, "window", "must be {} [P, {}, {}], is {}", mixed.dtype, kernel - 1, channels, window.shape)
+    num_tokens = len(mixed)
+    fits = mixed.shape == (num_tokens, channels) and mixed.stride(1) == 1
+    require(fits, op, "mixed", "must be rows of {}, is {}", channels, mixed.shape)
+    fits = gates.shape == (num_tokens, 2 * num_heads) and gates.stride(1) == 1 and gates.dtype is mixed.dtype
+    require(fits, op, "gates", "must be {} [{}, {}], is {}", mixed.dtype, num_tokens, 2 * num_heads, gates.shape)
+    for name, column in (("decay_bias", bias), ("decay_log", log)):
+        fits = column.shape == (num_heads,) and column.dtype is torch.float32 and column.is_contiguous()
+        require(fits, op, name, "must be float32 [{}], is {} {}", num_heads, column.dtype, column.shape)
+    fits = out.shape == (num_tokens, num_heads, value_dim) and out.is_contiguous() and out.dtype is mixed.dtype
+    require(fits, op, "out", "must be {} [{}, {}, {}], is {}", mixed.dtype, num_tokens, num_heads, value_dim, out.shape)
+    for name, column_ in rows._asdict().items():
+        if column_ is not None:
+            require_index(op, name, column_, 1)
+            require(column_.dtype is torch.int64 and column_.is_contiguous(), op, name, "must be contiguous int64")
+
+
+def _decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.Tensor) -> None:
+    tokens = slice(None) if rows.tokens is None else rows.tokens
+    memory, window = _read(state, rows.reads)
+    window = torch.cat((window, inputs.mixed[tokens][:, None]), 1)
+    made = torch.einsum("skc,ck->sc", window.float(), inputs.conv.float()).to(out.dtype)
+    q, k, v = _heads(functional.silu(made), memory)
+    decay, beta = _gates(inputs, tokens)
+    memory = memory * decay.exp()[..., None, None]
+    held = (k[..., None, :] @ memory)[..., 0, :]
+    memory = memory + k[..., None] * ((v - held) * beta[..., None])[..., None, :]
+    out[tokens] = (q[..., None, :] @ memory)[..., 0, :].to(out.dtype)
+    _write(state, rows.writes, DeltaState(memory, window[:, 1:]))
+
+
+def _prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, out: torch.Tensor) -> None:
+    starts, firsts, lens = (column.tolist() for column in (chunks.starts, chunks.firsts, chunks.lens))
+    for row, (first_chunk, end_chunk) in enumerate(pairwise(starts)):
+        memory, window = (each[0] for each in _read(state, chunks.reads[row : row + 1]))
+        for chunk in range(first_chunk, end_chunk):
+            tokens = slice(firsts[chunk], firsts[chunk] + lens[chunk])
+            window = torch.cat((window, inputs.mixed[tokens]))
+            made = functional.conv1d(window.T[None], inputs.conv[:, None], groups=len(inputs.conv))[0].T
+            window = window[lens[chunk] :]
+            of_tokens = *_heads(functional.silu(made), memory), *_gates(inputs, tokens)
+            q, k, v, decay, beta = (each.transpose(0, 1) for each in of_tokens)
+            made, memory = _compute_chunk(q, k, v, decay, beta, memory)
+            out[tokens] = made.transpose(0, 1).to(out.dtype)
+            _write(state, chunks.writes[chunk : chunk + 1], DeltaState(memory[None], window[None]))
+
+
+def _read(state: DeltaState, pages: torch.Tensor) -> DeltaState:
+    """The states [S, ...] in these pages."""
+    is_there = pages > 0
+    return DeltaState(
+        torch.where(is_there[:, None, None, None], state.memory.index_select(0, pages), 0.0),
+        torch.where(is_there[:, None, None], state.conv.index_select(0, pages), 0.0),
+    )
+
+
+def _write(state: DeltaState, pages: torch.Tensor, made: DeltaState) -> None:
+    """Put states [S, ...] into these pages."""
+    is_there = pages > 0
+    for to, given in zip(state, made, strict=True):
+        to.index_copy_(0, pages[is_there], given[is_there])
+
+
+def _heads(made: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys at length 1 for each head of values, and values, float32 [..., Hv, D], of convolved [..., C]."""
+    num_heads, key_dim, value_dim = memory.shape[-3:]
+    keys = (made.shape[-1] - num_heads * value_dim) // 2
+    q, k, v = made.float().split((keys, keys, num_heads * value_dim), -1)
+    q, k = (_normed(each.unflatten(-1, (-1, key_dim))).repeat_interleave(num_heads * key_dim // keys, -2) for each in (q, k))
+    return q * key_dim**-0.5, k, v.unflatten(-1, (-1, value_dim))
+
+
+def _normed(heads: torch.Tensor) -> torch.Tensor:
+    return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + 1e-6)
+
+
+def _gates(inputs: DeltaInputs, tokens: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decay, in log space, and how much each token corrects: float32 [T, Hv] each."""
+    correction, forgetting = inputs.gates[tokens].chunk(2, 1)
+    decay = -inputs.decay_log.exp() * functional.softplus(forgetting.float() + inputs.decay_bias)
+    return decay, correction.sigmoid().float()
+
+
+def _compute_chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, memory: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [Hv, T, Dv] and the memory behind a chunk of all heads: [Hv, T, D] each, decay and beta [Hv, T]."""
+    k_beta, v_beta = k * beta[..., None], v * beta[..., None]
+    total = decay.cumsum(1)
+    later = torch.ones((q.shape[1],) * 2, dtype=torch.bool, device=q.device).triu(1)
+    between = (total[:, :, None] - total[:, None]).masked_fill(later, -torch.inf).exp()
+    system = (k_beta @ k.transpose(1, 2)) * between
+    grown = total.exp()[..., None]
+    corrected = torch.linalg.solve_triangular(system, v_beta, upper=False, unitriangular=True)
+    read = torch.linalg.solve_triangular(system, k_beta * grown, upper=False, unitriangular=True)
+    new = corrected - read @ memory
+    made = (q * grown) @ memory + ((q @ k.transpose(1, 2)) * between) @ new
+    left = (total[:, -1:] - total).exp()[..., None]
+    return made, memory * grown[:, -1:] + (k * left).transpose(1, 2) @ new

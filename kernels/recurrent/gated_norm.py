@@ -1,0 +1,42 @@
+"""gated_norm: the norm of each head's outputs, gated, in one pass: what comes behind a gated delta net."""
+
+import torch
+from torch.nn import functional
+
+from ..checks import on_cuda, require
+from ..cpu import compiled
+from ..cpu.delta import gated_norm as compiled_gated_norm
+
+_OP = "gated_norm"
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Each head at a root mean square of 1, times the weight and silu of the gate.
+
+    Args:
+        x: [T, H, D], contiguous.
+        gate: [T, H * D], x's dtype, row t at a stride.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        [T, H * D].
+
+    Raises:
+        KernelArgumentError: shapes, strides or dtypes that do not fit.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
+    """
+    cuda = on_cuda(_OP, x)
+    require(x.dim() == 3 and x.is_contiguous(), _OP, "x", "must be contiguous [T, H, D], is {}", x.shape)
+    fits = gate.shape == (x.shape[0], x.shape[1] * x.shape[2]) and gate.dtype is x.dtype and gate.stride(1) == 1
+    require(fits, _OP, "gate", "{} {} does not fit {} {}", gate.dtype, gate.shape, x.dtype, x.shape)
+    fits = weight.shape == x.shape[2:] and weight.dtype is x.dtype and weight.is_contiguous()
+    require(fits, _OP, "weight", "must be {} [{}], is {} {}", x.dtype, x.shape[2], weight.dtype, weight.shape)
+    if cuda:
+        from ..gpu.gated_norm import gated_norm as on_device
+
+        return on_device(x, gate, weight, eps)
+    if compiled.serves(x):
+        return compiled_gated_norm(x, gate, weight, eps)
+    normed = torch.rms_norm(x, (x.shape[2],), weight, eps)
+    return (normed.float() * functional.silu(gate.unflatten(1, x.shape[1:]).float())).to(x.dtype).flatten(1)

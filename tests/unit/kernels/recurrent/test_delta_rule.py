@@ -1,0 +1,207 @@
+"""The gated delta rule and its convolution on states in pages: on all paths, against transformers', and cut anywhere."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
+from kvkeeper.kernels.recurrent.gated_norm import gated_norm
+from kvkeeper.kernels.types import STATE_CHUNK, DeltaInputs, DeltaState, StateChunks, StateRows
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+SMALL, ODD, LARGE = (2, 4, 8, 6, 4), (1, 3, 5, 20, 3), (1, 1, 32, 64, 2)  # heads of keys and values, their dims, kernel
+SHAPES = pytest.mark.parametrize("shape", [SMALL, ODD, LARGE], ids=str)
+NUM_PAGES = 8
+
+
+def drawn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_inputs(shape, num_tokens, dtype=torch.float32, seed=0):
+    """The mixed numbers and the gates are parts of wider rows."""
+    keys, values, key_dim, value_dim, kernel = shape
+    channels = 2 * keys * key_dim + values * value_dim
+    mixed = drawn(num_tokens, channels + 5, seed=seed, dtype=dtype)[:, :channels]
+    gates = drawn(num_tokens, 2 * values + 3, seed=seed + 1, dtype=dtype)[:, : 2 * values]
+    conv = drawn(channels, kernel, seed=3, dtype=dtype)
+    return DeltaInputs(mixed, gates, conv, drawn(values, seed=4), drawn(values, seed=5))
+
+
+def make_state(shape, dtype=torch.float32):
+    """Pages a stride apart, as they are in an arena; what stands in page 0 is not read."""
+    keys, values, key_dim, value_dim, kernel = shape
+    channels = 2 * keys * key_dim + values * value_dim
+    memory = drawn(NUM_PAGES, 2, values, key_dim, value_dim, seed=6)[:, 1]
+    conv = drawn(NUM_PAGES, 2, kernel - 1, channels, seed=7, dtype=dtype)[:, 1]
+    memory[0], conv[0] = float("nan"), float("nan")
+    return DeltaState(memory, conv)
+
+
+def copied(state):
+    strided = (each.as_strided(each.shape, each.stride()) for each in state)
+    return DeltaState(*(torch.empty_strided(each.shape, each.stride(), dtype=each.dtype).copy_(each) for each in strided))
+
+
+def integers(*numbers):
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def chunks_of(rows):
+    """rows: of each the page that it reads, and its chunks, (tokens, page that is written) each."""
+    lens = [count for _, chunks in rows for count, _ in chunks]
+    starts = [0]
+    for _, chunks in rows:
+        starts.append(starts[-1] + len(chunks))
+    return StateChunks(
+        integers(*(read for read, _ in rows)),
+        integers(*starts),
+        integers(*(row for row, (_, chunks) in enumerate(rows) for _ in chunks)),
+        integers(*(sum(lens[:at]) for at in range(len(lens)))),
+        integers(*lens),
+        integers(*(page for _, chunks in rows for _, page in chunks)),
+    )
+
+
+def check(path, op, shape, num_tokens, rows, dtype=torch.float32, atol=2e-6):
+    """The op's outputs and pages are the reference's."""
+    inputs, state = make_inputs(shape, num_tokens, dtype), make_state(shape, dtype)
+    own, out = copied(state), torch.zeros(num_tokens, shape[1], shape[3], dtype=dtype)
+    expected = torch.zeros_like(out)
+    getattr(reference, op.__name__)(inputs, state, rows, expected)
+
+    def run(*args):
+        op(*args)
+        return out
+
+    path(run)(inputs, own, rows, out)
+    torch.testing.assert_close(out, expected, atol=atol, rtol=4 * atol)
+    for found, wanted in zip(own, state, strict=True):
+        torch.testing.assert_close(found, wanted, atol=atol, rtol=4 * atol, equal_nan=True)
+
+
+@SHAPES
+def test_decodes_are_the_references(path, shape):
+    check(path, delta_decode, shape, 4, StateRows(None, integers(3, 0, 5, 0), integers(3, 2, 6, 0)))
+    check(path, delta_decode, shape, 6, StateRows(integers(4, 1, 2), integers(1, 0, 4), integers(1, 2, 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decodes_in_few_bits_are_as_near_as_those_are(path, dtype):
+    check(path, delta_decode, SMALL, 3, StateRows(None, integers(3, 0, 5), integers(3, 2, 6)), dtype, 0.02)
+
+
+ROWS = [
+    (0, [(2, 1), (STATE_CHUNK, 0), (5, 2)]),  # begins, and has a page behind two tokens
+    (3, [(2, 3), (1, 4)]),  # in the page that it reads, then a shorter chunk than the convolution is long
+    (5, [(STATE_CHUNK, 0), (7, 5)]),
+    (6, [(3, 0)]),  # writes nothing
+]
+
+
+@SHAPES
+def test_runs_are_the_references(path, shape):
+    check(path, delta_prefill, shape, 148, chunks_of(ROWS), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_runs_in_few_bits_are_as_near_as_those_are(path, dtype):
+    if path.is_device and dtype is torch.bfloat16:
+        pytest.skip("the interpreter multiplies matrices of bfloat16 as integers")
+    check(path, delta_prefill, SMALL, 148, chunks_of(ROWS), dtype, 0.04)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (63, 64, 65), (16, 32, 48, 64, 80, 96), tuple(range(1, 100))], ids=len)
+def test_outputs_and_states_do_not_depend_on_where_a_run_is_cut(path, cuts):
+    if path.is_device and len(cuts) not in (0, 3):
+        pytest.skip("the interpreter takes long")
+    inputs, state = make_inputs(SMALL, 100), make_state(SMALL)
+    out, whole = torch.zeros(100, 4, 6), torch.zeros(100, 4, 6)
+    reference.delta_prefill(inputs, state, chunks_of([(0, [(100, 1)])]), whole)
+    read = 0
+    for first, last in pairwise((0, *cuts, 100)):
+        part = inputs._replace(mixed=inputs.mixed[first:last], gates=inputs.gates[first:last])
+        lens = [min(STATE_CHUNK, last - at) for at in range(first, last, STATE_CHUNK)]
+        if last - first > 1:
+            rows, op = chunks_of([(read, [(count, 2 * (at == len(lens) - 1)) for at, count in enumerate(lens)])]), delta_prefill
+        else:
+            rows, op = StateRows(None, integers(read), integers(2)), delta_decode
+
+        def run(*args, op=op):
+            op(*args)
+            return args[-1]
+
+        path(run)(part, state, rows, out[first:last])
+        read = 2
+    torch.testing.assert_close(out, whole, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(state.memory[2], state.memory[1], atol=2e-6, rtol=1e-5)
+    assert torch.equal(state.conv[2], state.conv[1])
+
+
+def test_a_run_has_the_very_numbers_of_its_tokens_one_by_one(path):
+    """And whatever rows are beside it: by the compiled kernel, which has one order of operations."""
+    if path.name != "compiled":
+        pytest.skip("torch and Triton have a chunked form")
+    inputs, state = make_inputs(LARGE, 30), make_state(LARGE)
+    outs = torch.zeros(2, 30, 1, 64)
+    delta_prefill(inputs, state, chunks_of([(0, [(20, 1)]), (3, [(10, 4)])]), outs[0])
+    for token in range(20):
+        part = DeltaInputs(inputs.mixed[token:], inputs.gates[token:], *inputs[2:])
+        delta_decode(part._replace(mixed=part.mixed[:1], gates=part.gates[:1]),
+                     state, StateRows(None, integers(2 * (token > 0)), integers(2)), outs[1, token : token + 1])  # fmt: skip
+    assert torch.equal(outs[0, :20], outs[1, :20])
+    assert torch.equal(state.memory[1], state.memory[2])
+
+
+def test_the_reference_is_transformers_rule_behind_its_convolution():
+    inputs, state = make_inputs(SMALL, 70), make_state(SMALL)
+    out, (keys, values, key_dim, value_dim, _) = torch.zeros(70, 4, 6), SMALL
+    reference.delta_prefill(inputs, state, chunks_of([(0, [(70, 1)])]), out)
+    made = theirs.causal_conv1d_fn(inputs.mixed.T[None], inputs.conv, activation="silu")[0].T
+    q, k, v = made.split((keys * key_dim, keys * key_dim, values * value_dim), 1)
+    q, k = (each.unflatten(1, (-1, key_dim)).repeat_interleave(values // keys, 1)[None] for each in (q, k))
+    beta, gate = inputs.gates.chunk(2, 1)
+    decay = -inputs.decay_log.exp() * torch.nn.functional.softplus(gate + inputs.decay_bias)
+    expected, last = theirs.torch_recurrent_gated_delta_rule(
+        q, k, v.unflatten(1, (-1, value_dim))[None], decay[None], beta.sigmoid()[None],
+        output_final_state=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected[0], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(state.memory[1], last[0], atol=2e-6, rtol=1e-5)
+    assert torch.equal(state.conv[1], inputs.mixed[-3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gated_norm_is_the_references(path, dtype):
+    x, weight = drawn(5, 3, 20, dtype=dtype), drawn(20, seed=1, dtype=dtype)
+    gate = drawn(5, 70, seed=2, dtype=dtype)[:, 10:]
+    found = path(gated_norm)(x, gate, weight, 1e-2)
+    atol = 1e-6 if dtype is torch.float32 else 0.03
+    torch.testing.assert_close(found, reference.gated_norm(x, gate, weight, 1e-2), atol=atol, rtol=atol)
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"mixed": torch.zeros(4, 7)}, "mixed"),
+        ({"gates": torch.zeros(4, 7)}, "gates"),
+        ({"conv": torch.zeros(9, 4)}, "conv"),
+        ({"conv": torch.zeros(56, 5)}, "window"),
+        ({"decay_log": torch.zeros(4).double()}, "decay_log"),
+    ],
+)
+def test_what_does_not_fit_is_refused(path, changes, argument):
+    inputs, rows = make_inputs(SMALL, 4)._replace(**changes), StateRows(None, *[integers(1, 2, 3, 4)] * 2)
+    with pytest.raises(KernelArgumentError, match=f"delta_decode: {argument}"):
+        path(delta_decode)(inputs, make_state(SMALL), rows, torch.zeros(4, 4, 6))
+    for other in (rows._replace(reads=rows.reads.int()), rows._replace(tokens=torch.zeros(2, 2).long())):
+        with pytest.raises(KernelArgumentError, match=r"reads|tokens"):
+            path(delta_decode)(make_inputs(SMALL, 4), make_state(SMALL), other, torch.zeros(4, 4, 6))
+    with pytest.raises(KernelArgumentError, match="gate"):
+        path(gated_norm)(torch.zeros(2, 3, 4), torch.zeros(2, 11), torch.zeros(4), 1e-6)
+    with pytest.raises(KernelArgumentError, match="out"):
+        path(delta_decode)(make_inputs(SMALL, 4), make_state(SMALL), rows, torch.zeros(4, 4, 5))
