@@ -34,7 +34,7 @@ _KEEPS_NOTHING: Final = frozenset(("mlp", "moe"))
 _ALIBI: Final = ("build_alibi_tensor", "build_mpt_alibi_tensor")  # names of the library's functions
 
 
-def why_not_paged(config: Any, network_class: type | None) -> str:
+def why_not_paged(config: Any, network_class: Any) -> str:
     """Why a model of this config and this class of network cannot be paged; empty: no reason is known."""
     for field, unit in (("index_topk", "tokens"), ("index_topk_blocks", "blocks")):
         if isinstance(most := getattr(config.get_text_config(), field, None), int):

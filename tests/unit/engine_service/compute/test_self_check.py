@@ -97,7 +97,7 @@ def test_weights_that_the_library_would_make_up_are_missed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"), [("mpt", "masks; this one stops with AttributeError"), ("falcon", "attention interface")]
+    ("model_type", "reason"), [("xmod", "masks; this one stops with ValueError"), ("falcon", "attention interface")]
 )
 def test_a_model_that_cannot_run_is_refused_with_a_sentence(model_type: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):

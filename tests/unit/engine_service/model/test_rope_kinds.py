@@ -35,9 +35,12 @@ FIRST = {  # by model type, of which the library's classes have other names
     "gpt_oss": "GptOss",
     "llama4_text": "Llama4Text",
     "minicpm3": "MiniCPM3",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
+    "qwen3_5_text": "Qwen3_5Text",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_next": "Qwen3Next",
 }
+WITH_DELTA = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 PHI3 = ("default", "longrope")  # the library's own check refuses it the others
 CASES = [(family, kind, 1.0) for family in FAMILIES for kind in (PHI3 if family == "phi3" else KINDS)]
 CASES += [("phi3", kind, 0.75) for kind in PHI3]
@@ -50,9 +53,9 @@ def test_a_kind_of_rope_is_that_of_transformers(model_type, kind, part, tmp_path
     changes = dict(kind_of_model.overrides) | {"num_hidden_layers": 1}
     width = int(part * changes.get("qk_rope_head_dim", 16))
     rope = {"rope_type": kind, "rope_theta": 10000.0} | KINDS[kind]
-    if part < 1 or model_type == "qwen3_next":  # whose configs have a quarter unless they name a part
+    if part < 1 or model_type in WITH_DELTA:  # whose configs have a quarter unless they name a part
         rope["partial_rotary_factor"] = part
-    if model_type == "qwen3_next":
+    if model_type in WITH_DELTA:
         changes["layer_types"] = ["full_attention"]
     if kind == "longrope":
         rope |= {"short_factor": [1.0 + at / 4 for at in range(width // 2)], "long_factor": [9.0] * (width // 2)}
@@ -61,6 +64,8 @@ def test_a_kind_of_rope_is_that_of_transformers(model_type, kind, part, tmp_path
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     if model_type == "phi3" and kind == "longrope":
         changes["original_max_position_embeddings"] = 64
+    if model_type.startswith("qwen3_5"):
+        rope["mrope_section"] = [3, 3, 2]
     model = TinyModel(kind_of_model.name, kind_of_model.family, changes | {"rope_parameters": rope})
     folder = build_model_folder(tmp_path, model)
     case = NumericsCase(random_tokens(NUM_TOKENS))
