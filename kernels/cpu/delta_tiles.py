@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .tiles import FLOAT32, LANES, LONG, MOST_VECTORS, Vectors, call_outlined
+from .tiles import FLOAT32, LANES, LONG, MOST_VECTORS, Floats, call_outlined
 
 COLUMNS: Final = LANES * MOST_VECTORS
 _FLOAT = ir.FloatType()
@@ -22,7 +22,7 @@ def copy_columns(typing_context, from_at, to_at):
     """Copy COLUMNS numbers of float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        floats = Vectors(builder, FLOAT32).floats.as_pointer()
+        floats = Floats(builder, FLOAT32).floats.as_pointer()
         for number in range(MOST_VECTORS):
             origin, to = (builder.inttoptr(builder.add(each, LONG(4 * LANES * number)), floats) for each in arguments)
             builder.store(builder.load(origin, align=4), to, align=4)
@@ -49,7 +49,7 @@ def pass_tile(typing_context, tile_at, num_keys, decay, k_at, delta_at, next_k_a
 def _emit(builder: Any, arguments: Any) -> None:
     """The whole pass; leaves the builder at its end."""
     tile_at, num_keys, decay, k_at, delta_at, next_k_at, next_q_at, held_at, made_at = arguments
-    of = Vectors(builder, FLOAT32)
+    of = Floats(builder, FLOAT32)
     fma = f"llvm.fma.v{LANES}f32"
 
     def vector_at(address: Any, number: int) -> Any:

@@ -103,7 +103,7 @@ class _Integers(Vectors):
             return sign(weights, weights), sign(x, weights)
         zero = ir.Constant(weights.type, [0] * 4 * LANES)
         is_less = builder.icmp_signed("<", weights, zero)
-        return tuple(builder.select(is_less, builder.sub(zero, each), each) for each in (weights, x))  # type: ignore[return-value]
+        return tuple(builder.select(is_less, builder.sub(zero, each), each) for each in (weights, x))
 
     def load_halves(self, address: Any) -> Any:
         """Halves as float32; they are finite."""
