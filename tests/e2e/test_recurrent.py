@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +15,8 @@ from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service.compute import model_runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.values.batch import Batch
+from kvkeeper.engine_service.model.recurrent.state_pages import state_arrays
+from kvkeeper.engine_service.values.batch import Batch, IntArray
 from tests.e2e.test_take_over import take_over
 from tests.support.models.tiny_models import (
     TINY_MODELS,
@@ -169,11 +170,15 @@ async def test_a_checkpoint_that_is_written_too_late_changes_the_tokens_behind_a
 ) -> None:
     """So what is compared above would show it."""
 
-    def whole(batch: Batch, group: int, block_size: int) -> model_runner.Runs:
-        starts = batch.query_start_loc.tolist()
-        return tuple(((first, end),) for first, end in pairwise(starts) if end - first > 1)
+    def late(batch: Batch, groups: Sequence[int], block_size: int) -> dict[str, IntArray]:
+        """Only the last chunk of each row writes its page."""
+        arrays = state_arrays(batch, groups, block_size)
+        for group in groups if "state_chunk_starts" in arrays else ():
+            pages, last = arrays[f"state_chunk_writes_{group}"], arrays["state_chunk_starts"][1:] - 1
+            arrays[f"state_chunk_writes_{group}"] = np.where(np.isin(np.arange(len(pages)), last), pages, 0)
+        return arrays
 
-    monkeypatch.setattr(model_runner, "find_runs", whole)
+    monkeypatch.setattr(model_runner, "state_arrays", late)
     client = await world.serve(model, cache={"num_blocks": 400})
     assert (await generate(client, PROMPTS[3], NUM_NEW)).token_ids == [expected[3]]
     prompts = [random_tokens(40, seed=seed) for seed in range(8)]
