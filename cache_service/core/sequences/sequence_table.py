@@ -53,8 +53,7 @@ class SequenceTable:
         self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals: an earlier one is smaller
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
-        # Where the sequence parts from another one, whose whole blocks it has up to there but not the states: they are kept.
-        self.part_lens: Int32Array = np.zeros(slots, np.int32)
+        self.part_lens = np.zeros(slots, np.int32)  # where it parts from another one, whose blocks lack the states there
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
         # While it waits, see inflight_prefix.py: replies to wait, since the prefix that it could hit was last found longer.
@@ -166,20 +165,12 @@ class SequenceTable:
         self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
         self.accesses.count_start(slot, now)
 
-    def set_hit(self, slot: int, hit_len: int) -> None:
-        """So many tokens of a start are there, and count as committed."""
+    def set_hit(self, slot: int, hit_len: int, part_len: int = 0) -> None:
+        """So many tokens of a start are there, and count as committed. part_len: where a grant is to end, see part_lens."""
         for column in (self.num_committed, self.num_reserved_before, self.num_hit):
             column[slot] = hit_len
         self.may_copy[slot] = hit_len % self.block_size > 0  # the last block of the hit is another's
-
-    def set_part(self, slot: int, num_tokens: int) -> None:
-        """A grant ends behind so many tokens, whole blocks, and the states there are shared."""
-        self.part_lens[slot] = num_tokens
-
-    def until_part(self, slots: Int64Array, held: Int32Array, least: Int32Array, most: Int32Array) -> Int32Array:
-        """[n] how far grants go that are to go from held [n] to least [n] and at most to most [n]: not past where it parts."""
-        ends = self.part_lens[slots]
-        return np.where((held < ends) & (least <= ends) & (most > ends), ends, most)
+        self.part_lens[slot] = part_len
 
     def end_load(self, slot: int, hit_len: int, step_id: int) -> None:
         """The loads of a start have ended; so much of its hit is there, and what was reserved counts from this step on."""
