@@ -45,8 +45,7 @@ class SequenceTable:
         self.num_prompt: Int32Array = np.zeros(slots, np.int32)
         self.parent_ids: Int64Array = np.zeros(slots, np.int64)  # the sequence it was forked from; 0 when it was created
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
-        self.max_tokens: Int32Array = np.zeros(slots, np.int32)
-        self.priorities: Int32Array = np.zeros(slots, np.int32)
+        self.max_tokens, self.priorities = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.reuse_hints = np.zeros(slots, np.int8)  # ReuseHint
         self.retain_seconds = np.zeros(slots, np.float64)  # that SOON is at least
         self.accesses = Accesses(slots)
@@ -61,8 +60,7 @@ class SequenceTable:
         self.waited_len: Int32Array = np.zeros(slots, np.int32)
         # Retention, see spans.py: sink and window, 0 for none; leading blocks that may be shared, because attention was whole
         # up to there and no hole is among them.
-        self.num_sink: Int64Array = np.zeros(slots, np.int64)
-        self.num_window: Int64Array = np.zeros(slots, np.int64)
+        self.num_sink, self.num_window = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
         self.most_held_blocks = config.num_usable_blocks
