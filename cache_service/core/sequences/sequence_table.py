@@ -56,10 +56,8 @@ class SequenceTable:
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
         # While it waits, see inflight_prefix.py: replies to wait, since the prefix that it could hit was last found longer.
-        self.num_waits: Int32Array = np.zeros(slots, np.int32)
-        self.waited_len: Int32Array = np.zeros(slots, np.int32)
-        # Retention, see spans.py: sink and window, 0 for none; leading blocks that may be shared, because attention was whole
-        # up to there and no hole is among them.
+        self.num_waits, self.waited_len = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        # Retention, see spans.py: sink and window, 0 for none; leading blocks that may be shared, with no hole among them.
         self.num_sink, self.num_window = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
