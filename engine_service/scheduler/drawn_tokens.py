@@ -79,7 +79,7 @@ class DrawnTokens:
         return is_same & ~running.discarded[work.rows]
 
     def _complete(self, work: Work) -> None:
-        """Of rows that have ended meanwhile, the tokens that they had are computed."""
+        """The tokens that rows had which have ended meanwhile are computed."""
         running = self._state.running
         is_late = (running.serials[work.rows] == work.serials) & running.completing[work.rows]
         rows, num_new = choose(is_late, work.rows, work.num_new)

@@ -95,7 +95,7 @@ class CacheLimits:
             self._queue.push(blocks, stamps)
             self._sweeper.pay(len(blocks), [self._queue])
         if self.has_quotas:
-            self._tenants[blocks] = tenants = self._tenants_of(blocks)
+            self._tenants[blocks] = tenants = self._get_tenants(blocks)
             for tenant in set(tenants.tolist()):
                 same = tenants == tenant
                 if tenant not in self._queues:
@@ -171,7 +171,7 @@ class CacheLimits:
         if self._ttl is not None and not np.array_equal(np.sort(self._queue.live()), blocks):
             wrong.append("the blocks that wait for their time to live are not the evictable ones")
         if self.has_quotas:
-            tenants = self._tenants_of(blocks)
+            tenants = self._get_tenants(blocks.astype(np.int32))
             if not np.array_equal(self.counts, np.bincount(-tenants, minlength=len(self.counts))):
                 wrong.append("a tenant has the wrong number of evictable blocks")
             if self.over != {tenant for tenant in set(tenants.tolist()) if self._excess(tenant) > 0}:
@@ -181,8 +181,8 @@ class CacheLimits:
                     wrong.append("a tenant's evictable blocks are not those in its queue")
         return wrong
 
-    def _tenants_of(self, blocks: Int32Array) -> Int32Array:
-        """[n] of indexed blocks."""
+    def _get_tenants(self, blocks: Int32Array) -> Int32Array:
+        """[n] the tenant of each of these indexed blocks."""
         index = self._index
         assert index.tenant_of_node is not None, "tenants are counted where there are quotas"
         tenants, is_partial = index.tenant_of_node[index.node_of_block[blocks]], index.partials.is_named[blocks]

@@ -9,7 +9,7 @@ used one is forgotten. Its blocks are on the device alone, and what leaves the d
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +88,12 @@ class PartialNodes:
         """These blocks, each of a partial node, are lost. Returns all blocks of their nodes."""
         return self._forget({id(node): node for node in map(self._of_block.__getitem__, blocks.tolist())}.values())
 
+    def split_off(self, blocks: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """The same, where only some of these blocks may be of partial nodes. Returns with them those that are of none."""
+        if not self._nodes or not np.count_nonzero(is_partial := self.is_named[blocks]):
+            return NO_INT32, blocks
+        return self.forget_blocks(blocks[is_partial]), blocks[~is_partial]
+
     def forget_below(self, parents: Int32Array) -> Int32Array:
         """These nodes or roots are lost. Returns the blocks of the partial nodes behind them."""
         if not self._below:
@@ -99,7 +105,7 @@ class PartialNodes:
         return self._forget(list(self._nodes.values()))
 
     def tenants(self, blocks: Int32Array) -> Int32Array:
-        """[n] of each block, which a partial node has."""
+        """[n] the tenant of each of these blocks, which partial nodes have."""
         return np.array([self._of_block[block].tenant for block in blocks.tolist()], np.int32)
 
     def _forget(self, nodes: Iterable[PartialNode]) -> Int32Array:
@@ -119,8 +125,8 @@ class PartialNodes:
         self.is_named[blocks] = False
         return blocks
 
-    def check(self, is_parent: npt.NDArray[np.bool_], block_size: int, num_groups: int) -> list[str]:
-        """The broken invariants, for audits. is_parent: by node, whether its number is in use."""
+    def check(self, keys: Sequence[bytes | None], block_size: int, num_groups: int) -> list[str]:
+        """The broken invariants, for audits. keys: by node of the prefix tree, None for a number that is not in use."""
         wrong: list[str] = []
         named = np.concatenate([NO_INT32, *(node.blocks for node in self._nodes.values())])
         if len(np.unique(named)) < len(named) or not np.array_equal(np.sort(named), np.flatnonzero(self.is_named)):
@@ -130,7 +136,7 @@ class PartialNodes:
         for key, node in self._nodes.items():
             if node.key != key or not 0 < node.num_tokens < block_size or len(node.blocks) != num_groups:
                 wrong.append("a partial node has other tokens or blocks than it may")
-            if node.parent == 0 or (node.parent > 0 and not is_parent[node.parent]):
+            if node.parent == 0 or (node.parent > 0 and keys[node.parent] is None):
                 wrong.append(f"a partial node is behind node {node.parent}, which is not in the index")
             if self._below[node.parent].get(key) is not node or not self._lens[node.parent][node.num_tokens]:
                 wrong.append(f"a partial node is not among those behind node {node.parent}")

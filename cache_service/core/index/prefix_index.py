@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..values.clock import Clock
 from ..values.kv_spec import WHOLE, ReadSpan
 from ..values.scopes import get_tenant
-from ..values.types import NO_INT32, Int32Array, MatchEnd, Tier
+from ..values.types import Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
 from .index_record import IndexRecord
@@ -54,8 +54,7 @@ class PrefixIndex:
     ) -> None:
         """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
         self.clock = clock or Clock()
-        self.block_size = block_size
-        self._key_len = 4 + 4 * block_size
+        self.block_size, self._key_len = block_size, 4 + 4 * block_size
         self._lose_hosts = lose_hosts
         num_nodes = num_blocks + max(num_host_blocks - 1, 0)
         self.num_changes = 0  # nodes added and removed so far: while it stands, so does every match
@@ -160,11 +159,9 @@ class PrefixIndex:
 
         A block of a group with a window is forgotten alone, one of a partial node with those of the other groups.
         """
-        lost, named = NO_INT32, blocks
-        if len(self.partials) and np.count_nonzero(is_partial := self.partials.is_named[blocks]):
-            lost, named = self.partials.forget_blocks(blocks[is_partial]), blocks[~is_partial]
+        lost, named = self.partials.split_off(blocks)
         named = named[self._forget_alone(named, cause)] if self.held.has_groups else named
-        lost = np.concatenate([lost, self.forget_nodes(self.node_of_block[named], cause)])
+        lost = np.append(lost, self.forget_nodes(self.node_of_block[named], cause))
         return np.setdiff1d(lost, blocks) if len(lost) else lost
 
     def forget_nodes(self, nodes: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
@@ -331,8 +328,7 @@ class PrefixIndex:
         return None if key is None else int(_UNPACK_PARENT(key)[0])
 
     def _check_totals(self) -> list[str]:
-        is_parent = np.array([key is not None for key in self._keys])
-        wrong = self.held.check_totals() + self.partials.check(is_parent, self.block_size, len(self.held.spans))
+        wrong = self.held.check_totals() + self.partials.check(self._keys, self.block_size, len(self.held.spans))
         if any(self._keys[node] is None for node in self.logits.by_node):
             wrong.append("logits are stored for a node that is not in use")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:

@@ -47,7 +47,7 @@ def explain_match(state: PoolState, lookup: PrefixLookup, scope: str, tokens: In
     is_whole = num_matched == len(tokens) and not num_host and len(index.held.usable(nodes)) == len(nodes)
     if is_whole and last in index.logits.by_node:
         num_hit = num_matched
-    elif (partial := lookup.find_partial_of(root, tokens[:-1], num_hit)) is not None:
+    elif (partial := lookup.match_partial(root, tokens[:-1], num_hit)) is not None:
         num_hit = partial.num_tokens
     short_group = None
     if num_hit < min(num_matched, (len(tokens) - 1) // size * size):

@@ -45,25 +45,20 @@ class SequenceTable:
         self.num_prompt: Int32Array = np.zeros(slots, np.int32)
         self.parent_ids: Int64Array = np.zeros(slots, np.int64)  # the sequence it was forked from; 0 when it was created
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
-        self.max_tokens: Int32Array = np.zeros(slots, np.int32)
-        self.priorities: Int32Array = np.zeros(slots, np.int32)
+        self.max_tokens, self.priorities = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.reuse_hints = np.zeros(slots, np.int8)  # ReuseHint
         self.retain_seconds = np.zeros(slots, np.float64)  # that SOON is at least
         self.accesses = Accesses(slots)
         self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals: an earlier one is smaller
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
-        # Where the sequence parts from another one, whose whole blocks it has up to there but not the states: they are kept.
-        self.part_lens: Int32Array = np.zeros(slots, np.int32)
+        self.part_lens = np.zeros(slots, np.int32)  # where it parts from another one, whose blocks lack the states there
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
         # While it waits, see inflight_prefix.py: replies to wait, since the prefix that it could hit was last found longer.
-        self.num_waits: Int32Array = np.zeros(slots, np.int32)
-        self.waited_len: Int32Array = np.zeros(slots, np.int32)
-        # Retention, see spans.py: sink and window, 0 for none; leading blocks that may be shared, because attention was whole
-        # up to there and no hole is among them.
-        self.num_sink: Int64Array = np.zeros(slots, np.int64)
-        self.num_window: Int64Array = np.zeros(slots, np.int64)
+        self.num_waits, self.waited_len = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        # Retention, see spans.py: sink and window, 0 for none; leading blocks that may be shared, with no hole among them.
+        self.num_sink, self.num_window = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
         self.most_held_blocks = config.num_usable_blocks
@@ -166,20 +161,12 @@ class SequenceTable:
         self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
         self.accesses.count_start(slot, now)
 
-    def set_hit(self, slot: int, hit_len: int) -> None:
-        """So many tokens of a start are there, and count as committed."""
+    def set_hit(self, slot: int, hit_len: int, part_len: int = 0) -> None:
+        """So many tokens of a start are there, and count as committed. part_len: where a grant is to end, see part_lens."""
         for column in (self.num_committed, self.num_reserved_before, self.num_hit):
             column[slot] = hit_len
         self.may_copy[slot] = hit_len % self.block_size > 0  # the last block of the hit is another's
-
-    def set_part(self, slot: int, num_tokens: int) -> None:
-        """A grant ends behind so many tokens, whole blocks, and the states there are shared."""
-        self.part_lens[slot] = num_tokens
-
-    def until_part(self, slots: Int64Array, held: Int32Array, least: Int32Array, most: Int32Array) -> Int32Array:
-        """[n] how far grants go that are to go from held [n] to least [n] and at most to most [n]: not past where it parts."""
-        ends = self.part_lens[slots]
-        return np.where((held < ends) & (least <= ends) & (most > ends), ends, most)
+        self.part_lens[slot] = part_len
 
     def end_load(self, slot: int, hit_len: int, step_id: int) -> None:
         """The loads of a start have ended; so much of its hit is there, and what was reserved counts from this step on."""

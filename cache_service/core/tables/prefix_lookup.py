@@ -85,9 +85,9 @@ class PrefixLookup:
         most = min(max_hit, int(seqs.num_tokens[slot]) - 1)
         if not self.is_on or not len(self._index.partials) or seqs.num_window[slot]:
             return None
-        return self.find_partial_of(int(seqs.roots[slot]), seqs.tokens.known(slot)[: max(most, 0)], num_least)
+        return self.match_partial(int(seqs.roots[slot]), seqs.tokens.known(slot)[: max(most, 0)], num_least)
 
-    def find_partial_of(self, root: int, tokens: Int32Array, num_least: int) -> PartialHit | None:
+    def match_partial(self, root: int, tokens: Int32Array, num_least: int) -> PartialHit | None:
         """The same of a prompt, of which these tokens may be found. All of it is on the device."""
         index, size = self._index, self._block_size
         if len(tokens) <= num_least or len(tokens) < self.min_tokens:

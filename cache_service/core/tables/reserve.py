@@ -32,7 +32,7 @@ class Reservations:
         """Grants each sequence slots up to most[i], in order; the protocol says which items are refused."""
         seqs, pool, claims = self._sequences, self._pool, self._claims
         held = seqs.num_reserved[slots]
-        wanted = np.maximum(held, seqs.until_part(slots, held, least, most) if seqs.has_states else most)
+        wanted = np.maximum(held, self._until_part(slots, held, least, most) if seqs.has_states else most)
         table_lens = (held + self._round_up) // self._divisor
         num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
@@ -72,6 +72,11 @@ class Reservations:
             blocks[has_block] = self._allocator.allocate(log, total, seqs.tenants[rows[has_block]])
         seqs.tables.set_blocks(rows, places, blocks)
         return Grants(wanted, growing.astype(np.int32), blocks, groups)
+
+    def _until_part(self, slots: Int64Array, held: Int32Array, least: Int32Array, most: Int32Array) -> Int32Array:
+        """[n] the most that grants go to, from held [n] to least [n] or more: not past where a sequence parts from another."""
+        ends = self._sequences.part_lens[slots]
+        return np.where((held < ends) & (least <= ends) & (most > ends), ends, most)
 
     def take_blocks(self, log: StepLog, slot: int, start: int, num_new: int) -> Int32Array:
         """[groups * num_new] blocks for new entries from `start` on, one group behind the other; 0 is a hole."""

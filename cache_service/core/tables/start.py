@@ -195,8 +195,7 @@ class SequenceStarter:
         if hit.joined is not None:
             seqs.begin_load(slot)
             return
-        seqs.set_hit(slot, hit_len)
-        seqs.set_part(slot, hit.part_len)
+        seqs.set_hit(slot, hit_len, hit.part_len)
         seqs.set_published(slot, len(hit.nodes), int(hit.nodes[-1] if len(hit.nodes) else seqs.roots[slot]))
         seqs.run(slot)
         if hit.partial is not None:

@@ -80,7 +80,7 @@ def test_a_hit_that_is_not_copied_before_it_is_written_is_found(monkeypatch: pyt
         _run_until_wrong()
 
 
-def _set_hit_without_copy(self: SequenceTable, slot: int, hit_len: int) -> None:
+def _set_hit_without_copy(self: SequenceTable, slot: int, hit_len: int, part_len: int) -> None:
     for column in (self.num_committed, self.num_reserved_before, self.num_hit):
         column[slot] = hit_len
 
