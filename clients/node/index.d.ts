@@ -207,7 +207,7 @@ export class CacheSession {
   readKv(
     sequenceId: number,
     options?: { firstTokenIdx?: number; numTokens?: number; layers?: ArrayLike<number> },
-  ): Promise<(KvChunk & { numTokens: number })[]>;
+  ): Promise<(KvChunk & { numTokens: number; numKvHeads: number; headDim: number })[]>;
   step(items: StepItems, completedStepId?: number): Promise<StepResult>;
   streamSteps(): { step(items: StepItems, completedStepId?: number): Promise<StepResult>; end(): void };
   matchPrefix(tokenIds: ArrayLike<number>, options?: Scope): Promise<cache.MatchPrefixResponse>;

@@ -38,6 +38,15 @@ def test_a_pool_without_lower_tiers_says_nothing_of_them() -> None:
     assert "host" not in text and "disk" not in text and "remote" not in text
 
 
+def test_a_group_says_which_heads_of_its_own_it_has() -> None:
+    groups = [pb.LayerGroup(num_kv_heads=4, head_dim=512), pb.LayerGroup(kind=pb.LAYER_GROUP_KIND_SLIDING_WINDOW)]
+    pool = pb.PoolStats(pool=pb.PoolInfo(spec=pb.KvSpec(groups=groups)))
+    pool.groups.add(num_held_entries=9)
+    pool.groups.add(window_tokens=1024, num_held_entries=3, num_passed_entries=6)
+    shown = " ".join(show_pool(pool).split())
+    assert "all tokens, 4 KV heads of 512 9, 0 window of 1,024 tokens 3, 6" in shown
+
+
 def test_a_group_of_states_says_which_are_kept() -> None:
     spec = pb.KvSpec(groups=[pb.LayerGroup(), pb.LayerGroup(kind=pb.LAYER_GROUP_KIND_RECURRENT, checkpoint_blocks=4)])
     pool = pb.PoolStats(pool=pb.PoolInfo(spec=spec))

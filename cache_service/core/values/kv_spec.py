@@ -245,7 +245,7 @@ class KvSpec:
     def host_sides(self) -> HostSides:
         """A side is K or V of a layer. Of blocks of numbers.
 
-        A block does not tell its group. So where groups have heads of their own, all of a block is one side, in heads whose
+        A block does not name its group. So where groups have heads of their own, all of a block is one side, in heads whose
         length divides those of all groups: the parts of a longer head have scales of their own.
         """
         if self._has_own_heads:

@@ -265,8 +265,9 @@ export class CacheSession {
 
   /**
    * Reads K and V of committed tokens, layer by layer, in the spec's dtype or in kvDtype, which a spec with scales needs.
+   * key and value are [numTokens, numKvHeads, headDim] each.
    * @returns {Promise<{layerIdx: number, firstTokenIdx: number, numTokens: number, key: Buffer, value: Buffer,
-   *   kvDtype: string, storedKvDtype: string}[]>}
+   *   kvDtype: string, storedKvDtype: string, numKvHeads: number, headDim: number}[]>}
    */
   async readKv(sequenceId, options = {}) {
     const { layers, ...fields } = checkedOptions(options, {

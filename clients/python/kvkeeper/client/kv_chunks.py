@@ -27,6 +27,8 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 class KvTokens:
     """K and V of a run of tokens, each [num_layers, num_tokens, num_kv_heads, head_dim] in the spec's dtype or that asked for.
 
+    The layers are of one shape: where groups have heads of their own, others are read and written in another call.
+
     stored_kv_dtype: of what was read, the type that it is stored in; of what is written, nothing.
     """
 
@@ -35,19 +37,37 @@ class KvTokens:
     stored_kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED
 
 
+def select_layers(spec: pb.KvSpec, layers: Sequence[int]) -> tuple[list[int], tuple[int, int]]:
+    """These layers, or all that have K and V, and the [num_kv_heads, head_dim] that all of them have.
+
+    Raises ValueError where they have different ones.
+    """
+    groups = {layer_idx: group for group in spec.groups for layer_idx in group.layer_idx}
+    states = {layer_idx for layer_idx, group in groups.items() if group.kind == pb.LAYER_GROUP_KIND_RECURRENT}
+    layer_idxs = list(layers) or [layer_idx for layer_idx in range(spec.num_layers) if layer_idx not in states]
+    heads = spec.num_kv_heads, spec.head_dim
+    found: dict[tuple[int, int], int] = {}
+    for layer_idx in layer_idxs:
+        group = groups.get(layer_idx, pb.LayerGroup())
+        found.setdefault((group.num_kv_heads, group.head_dim) if group.num_kv_heads else heads, layer_idx)
+    if len(found) > 1:
+        one, other, *_ = found.values()
+        raise ValueError(f"layers {one} and {other} have K and V of different shapes: name layers of one shape")
+    return layer_idxs, next(iter(found), heads)
+
+
 def split(
     spec: pb.KvSpec, head: dict[str, Any], first_token_idx: int, kv: KvTokens, layers: Sequence[int]
 ) -> Iterator[pb.WriteKvRequest]:
     """The chunks of a WriteKv; head holds the fields that all of them carry, the type of K and V among them.
 
-    Raises ValueError for another shape or dtype, and for K and V in a type that has scales; for opaque pages, the error that
-    the service would return.
+    Raises ValueError for another shape or dtype, for layers of different shapes, and for K and V in a type that has scales; for
+    opaque pages, the error that the service would return.
     """
     if spec.layout == pb.KV_LAYOUT_OPAQUE:
         text = "the blocks of this pool are opaque pages, which have no K and V of single tokens"
         raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "OPAQUE_PAGES", text)
-    layer_idxs = list(layers) or list(range(spec.num_layers))
-    row = (spec.num_kv_heads, spec.head_dim)
+    layer_idxs, row = select_layers(spec, layers)
     kv_dtype = head.get("kv_dtype") or spec.kv_dtype
     if kv_dtype not in _DTYPES:
         raise ValueError("K and V are given in a type without a scale: say in kv_dtype in which")
@@ -73,7 +93,7 @@ def split(
 
 def join(spec: pb.KvSpec, layers: Sequence[int], chunks: Iterable[pb.ReadKvResponse]) -> KvTokens:
     """The arrays of a ReadKv whose chunks come layer by layer, tokens ascending."""
-    layer_idxs = list(layers) or list(range(spec.num_layers))
+    layer_idxs, row = select_layers(spec, layers)
     keys: dict[int, list[bytes]] = {layer_idx: [] for layer_idx in layer_idxs}
     values: dict[int, list[bytes]] = {layer_idx: [] for layer_idx in layer_idxs}
     kv_dtype, stored = spec.kv_dtype, spec.kv_dtype
@@ -81,7 +101,7 @@ def join(spec: pb.KvSpec, layers: Sequence[int], chunks: Iterable[pb.ReadKvRespo
         kv_dtype, stored = chunk.kv_dtype or spec.kv_dtype, chunk.stored_kv_dtype or spec.kv_dtype
         keys[chunk.layer_idx].append(chunk.key)
         values[chunk.layer_idx].append(chunk.value)
-    shape = (len(layer_idxs), -1, spec.num_kv_heads, spec.head_dim)
+    shape = (len(layer_idxs), -1, *row)
 
     def array(parts: dict[int, list[bytes]]) -> npt.NDArray[Any]:
         data = b"".join(b"".join(parts[layer_idx]) for layer_idx in layer_idxs)

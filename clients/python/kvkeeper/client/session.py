@@ -382,7 +382,10 @@ class AsyncCacheSession:
         layers: Sequence[int] = (),
         kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED,
     ) -> pb.WriteKvResponse:
-        """Write K and V into reserved, uncommitted slots; no layers are all layers. kv_dtype: theirs, if not the spec's."""
+        """Write K and V into reserved, uncommitted slots; no layers are all layers. kv_dtype: theirs, if not the spec's.
+
+        Raises ValueError as kv_chunks.split does.
+        """
         head = {**self._head, "sequence_id": sequence_id, "kv_dtype": kv_dtype}
         return await self._transport.call_by_name(
             "WriteKv", list(kv_chunks.split(self.pool.spec, head, first_token_idx, kv, layers))
@@ -396,10 +399,12 @@ class AsyncCacheSession:
         layers: Sequence[int] = (),
         kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED,
     ) -> KvTokens:
-        """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers.
+        """K and V of committed tokens; 0 tokens are all from the first on, no layers are all that have K and V.
 
-        kv_dtype: of what is returned, if not in the spec's: needed where that has scales.
+        kv_dtype: of what is returned, if not in the spec's: needed where that has scales. Raises ValueError for layers whose K
+        and V are of different shapes.
         """
+        kv_chunks.select_layers(self.pool.spec, layers)
         request = pb.ReadKvRequest(
             **self._head,
             sequence_id=sequence_id,

@@ -97,6 +97,38 @@ def test_a_block_of_a_group_keeps_the_layers_that_the_largest_group_has() -> Non
     )
 
 
+@pytest.mark.parametrize(("dims", "part"), [((8, 16), 8), ((24, 16), 8), ((16, 16), 16), ((6, 16), 2)])
+@pytest.mark.parametrize("host", ["int8", "fp8"])
+def test_a_block_of_groups_with_heads_of_their_own_is_kept_in_parts_that_all_of_them_have(
+    dims: tuple[int, int], part: int, host: str
+) -> None:
+    """A block does not name its group, so any of them comes back by the same division."""
+    own, of_spec = dims
+    groups = LayerGroup((0, 2), 0, num_kv_heads=3, head_dim=own), LayerGroup((1,), 3)
+    spec = spec_of(host=host, groups=groups, num_kv_heads=1, head_dim=of_spec)
+    num_elements = max(2 * 3 * own, of_spec) * 2 * 5
+    assert spec.block_bytes == 4 * num_elements
+    assert spec.host_block_bytes == -(-num_elements // part * (part + 2) // 16) * 16
+    numbers = np.random.default_rng(1).standard_normal((3, num_elements)).astype(np.float32)
+    blocks = torch.from_numpy(numbers).view(torch.uint8)
+    form = HostBlocks(1, 5, num_elements // part // 5, part, torch.float32, FORMATS[host])
+    packed = packed_by(spec, blocks)
+    np.testing.assert_array_equal(packed, form.pack(blocks).numpy())
+    for row, exact in zip(packed, numbers, strict=True):
+        back = np.empty(spec.block_bytes, np.uint8)
+        HostPacking(spec).unpack(row, back)
+        most = np.abs(exact).reshape(-1, part).max(-1, keepdims=True)
+        assert (np.abs(back.view(np.float32) - exact).reshape(-1, part) <= STEPS[host] * most).all()
+
+
+def test_heads_whose_common_part_is_short_are_kept_as_they_are() -> None:
+    groups = LayerGroup((0, 2), 0, num_kv_heads=3, head_dim=9), LayerGroup((1,), 3)
+    spec = spec_of(groups=groups, num_kv_heads=1, head_dim=16)
+    assert (spec.host_kv_dtype, spec.host_block_bytes) == ("", spec.block_bytes)
+    shaped = spec_of(groups=(LayerGroup((0, 2), 0, num_kv_heads=3, head_dim=16), LayerGroup((1,), 3)))
+    assert shaped.stored_key != spec_of(groups=(LayerGroup((0, 2), 0), LayerGroup((1,), 3))).stored_key
+
+
 @pytest.mark.parametrize("host", ["int8", "int4"])
 def test_going_down_again_and_again_does_not_add_up(host: str) -> None:
     spec = spec_of("float32", host)

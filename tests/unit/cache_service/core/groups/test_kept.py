@@ -112,6 +112,28 @@ def test_a_description_tells_the_groups_and_refuses_what_are_none() -> None:
                 Description.decode(json.dumps(fields).encode())
 
 
+def test_a_description_tells_the_heads_of_groups_and_refuses_such_as_cannot_be() -> None:
+    groups = (LayerGroup((0, 2), 0, num_kv_heads=2, head_dim=8), LayerGroup((1,), 7))
+    spec = KvSpec(b"key", "model", 3, 1, 4, 4, 4, groups=groups, element_type="float32")
+    description = Description(1, 1, 2, 2 * spec.block_bytes, spec)
+    assert spec.block_bytes == 2 * 2 * 4 * 2 * 8 * 4
+    text = description.encode()
+    assert Description.decode(text) == description
+    assert b"head_dim" not in json.dumps(json.loads(text)["spec"]["groups"][1]).encode(), "as before there were such heads"
+    for name, value in (("num_kv_heads", 0), ("head_dim", 0), ("head_dim", -8), ("head_dim", "8"), ("num_kv_heads", 3)):
+        fields = json.loads(text)
+        fields["spec"]["groups"][0][name] = value
+        with pytest.raises(FileRefused):
+            Description.decode(json.dumps(fields).encode())
+    for changes in ({"is_tail": True, "tail_item_bytes": 2}, {"state_bytes": 8, "checkpoint_blocks": 1, "window": 0}):
+        fields = json.loads(text)
+        fields["spec"]["groups"][1] |= {"num_kv_heads": 1, "head_dim": 4} | changes
+        with pytest.raises(FileRefused):
+            Description.decode(json.dumps(fields).encode())
+    hosts = Description(1, 1, 2, 2 * spec.stored_bytes, spec.stored_as("int8"), pool=7)
+    assert Description.decode(hosts.encode()) == hosts
+
+
 @pytest.mark.parametrize("is_demoted", [False, True])
 def test_a_tail_comes_back_with_its_pool_and_stays_behind_where_blocks_went_to_the_host(is_demoted: bool) -> None:
     config = PoolConfig(41, 2, group_spans=make_spans(0, 5), has_tail=True, watermark=0.0, num_host_blocks=21)
