@@ -107,8 +107,8 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
 }
 _GEMMA4_E2B = _GEMMA4 | {
-    "num_hidden_layers": 7,
-    "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _SLIDING, _SLIDING, _FULL],
+    "num_hidden_layers": 6,
+    "layer_types": [_SLIDING, _SLIDING, _FULL] * 2,
     "num_kv_shared_layers": 3,
     "num_key_value_heads": 1,
     "use_double_wide_mlp": True,
@@ -264,7 +264,7 @@ def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_sha
                 elif name.endswith(("bias", "sinks")):
                     parameter.normal_(0, 0.1)
                 elif name.endswith("q_norm.weight") and model.family.startswith("Gemma4"):  # the factor of its scores is in it
-                    parameter.normal_(0.25, 0.05)
+                    parameter.normal_(0.15, 0.03)
                 elif "norm" in name:
                     is_factor = model.family != "Qwen3Next" or name.endswith("linear_attn.norm.weight")  # else of 1 + weight
                     parameter.normal_(1 if is_factor else 0, 0.1)
