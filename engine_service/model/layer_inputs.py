@@ -5,7 +5,7 @@ first layer (Gemma 3n and 4). Owns how they are made and added, and where their 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -21,14 +21,15 @@ from .layer_shapes import LayerInputsConfig
 
 @dataclass(frozen=True, slots=True)
 class InputWeights:
-    """Of all layers. embed: [rows, L P]; projection: [L P, H]; norm: [P]."""
+    """Of all layers. embed: [rows, L P], whose rows count `scale` times; projection: [L P, H]; norm: [P]."""
 
     embed: torch.Tensor
     projection: Weight
     norm: torch.Tensor
+    scale: float
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "InputWeights":
-        return InputWeights(self.embed, pack(self.projection), self.norm)
+        return replace(self, projection=pack(self.projection))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,8 @@ class LayerInputWeights:
 
 def make_layer_inputs(token_ids: torch.Tensor, x: torch.Tensor, weights: InputWeights, eps: float) -> torch.Tensor:
     """The inputs of all layers [T, L, P] for int64 [T] and the embedded tokens [T, H]."""
-    size = len(weights.norm)
-    # transformers rounds the factor to the model's dtype.
-    own = functional.embedding(token_ids, weights.embed) * torch.tensor(size**0.5, dtype=x.dtype, device=x.device)
-    projected = (linear(x, weights.projection) * x.shape[1] ** -0.5).unflatten(1, (-1, size))
+    own = functional.embedding(token_ids, weights.embed) * weights.scale
+    projected = (linear(x, weights.projection) * x.shape[1] ** -0.5).unflatten(1, (-1, len(weights.norm)))
     return (rms_norm(projected, weights.norm, eps)[0] + own.view(projected.shape)) * 2**-0.5
 
 
@@ -65,8 +64,9 @@ def add_layer_input(
 
 
 def allocate_inputs(config: LayerInputsConfig, num_layers: int, hidden: int, empty: Empty) -> InputWeights:
-    total = num_layers * config.size
-    return InputWeights(empty(config.vocab_size, total), LinearWeight(empty(total, hidden)), empty(config.size))
+    total, norm = num_layers * config.size, empty(config.size)
+    scale = float(torch.tensor(config.size**0.5, dtype=norm.dtype))  # as transformers rounds it
+    return InputWeights(empty(config.vocab_size, total), LinearWeight(empty(total, hidden)), norm, scale)
 
 
 def allocate_layer_input(config: LayerInputsConfig, hidden: int, empty: Empty) -> LayerInputWeights:

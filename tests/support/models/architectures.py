@@ -92,7 +92,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None},
     "falcon_h1": {**_SSM, "mamba_d_ssm": 64},
     "gemma3": {"text_config": _COMMON, "vision_config": _VISION},
-    "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 8},
+    "gemma4_text": {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 512, "global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
