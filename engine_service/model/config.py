@@ -21,7 +21,7 @@ from .families.family import Family, LatentFamily, QkNorm
 from .families.table import FAMILIES
 from .layer_groups import Heads
 from .layer_kinds import parse_chunks, parse_unrotated, parse_windows
-from .layer_shapes import LayerInputsConfig, parse_kv_sources, parse_layer_heads, parse_layer_inputs
+from .layer_shapes import LayerInputsConfig, parse_layers
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .recurrent.delta_config import DeltaConfig, parse_delta
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
@@ -234,8 +234,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads, head_dim = 1, latent.widths.latent + latent.widths.rope
     max_position = _limit_by_rope(rope, max_position, head_dim if latent is None else latent.widths.rope)
     unrotated = parse_unrotated(raw, num_layers) if family.has_unrotated_layers else frozenset[int]()
-    windows, vocab_size = parse_windows(raw, family, num_layers), count(raw, "vocab_size")
-    has_equal_kv = family.full_head_dim is not None and flag(raw, "attention_k_eq_v")
+    windows = parse_windows(raw, family, num_layers)
     qk_norm = family.qk_norm
     if qk_norm == "unit" and raw.get("use_qk_norm") is not None and not flag(raw, "use_qk_norm"):
         qk_norm = "none"
@@ -244,13 +243,11 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         qk_eps, rope = eps / rope.magnitude**2, replace(rope, magnitude=1.0)
     return ModelConfig(
         family=family_name,
-        vocab_size=vocab_size,
+        vocab_size=count(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=count(raw, family.mlp_width),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         max_position=max(max_position, rope.max_position),
         rms_norm_eps=eps,
         rope=rope,
@@ -274,18 +271,12 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         has_output_gate=family.has_output_gate,
         latent=latent,
         delta=None if family.delta is None else parse_delta(raw, family.delta, num_layers),
-        layer_heads=parse_layer_heads(raw, family, windows, num_heads, (num_kv_heads, head_dim)),
-        kv_sources=parse_kv_sources(raw, family, windows),
-        keys_as_values=frozenset(at for at, window in enumerate(windows) if has_equal_kv and window is None),
-        has_value_norm=family.has_value_norm,
-        has_wide_sharers=family.shares_kv and flag(raw, "use_double_wide_mlp"),
-        layer_inputs=parse_layer_inputs(raw, family, vocab_size),
-        has_layer_scales=family.has_layer_scales,
         norm_offset=family.has_norm_offset,
         norms=family.norms,
         experts=parse_experts(raw, family, num_layers),
         scheme=parse_scheme(raw),
         **_parse_scales(raw, family, hidden_size, num_layers),
+        **parse_layers(raw, family, windows, num_heads, (num_kv_heads, head_dim)),
     )
 
 

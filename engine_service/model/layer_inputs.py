@@ -21,7 +21,7 @@ from .layer_shapes import LayerInputsConfig
 
 @dataclass(frozen=True, slots=True)
 class InputWeights:
-    """Of all layers. embed: [rows, L P], whose rows count `scale` times; projection: [L P, H]; norm: [P]."""
+    """What makes the inputs of all layers. embed: [rows, L P], which counts `scale` times; projection: [L P, H]; norm: [P]."""
 
     embed: torch.Tensor
     projection: Weight
@@ -34,7 +34,7 @@ class InputWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputWeights:
-    """Of one layer. gate: [P, H]; up: [H, P]; norm: [H], of what they give."""
+    """What mixes in the input of one layer. gate: [P, H]; up: [H, P]; norm: [H], of what they give."""
 
     gate: Weight
     up: Weight

@@ -22,10 +22,31 @@ class LayerInputsConfig:
     size: int
 
 
-def parse_layer_heads(
+def parse_layers(
+    raw: Mapping[str, Any], family: Family, windows: Sequence[int | None], num_heads: int, heads: Heads
+) -> dict[str, Any]:
+    """What the layers have, by its names in ModelConfig. heads: of K and V, of the layers of which nothing else is said."""
+    layer_heads = _parse_heads(raw, family, windows, num_heads, heads)
+    if len(set(layer_heads)) == 1:
+        heads, layer_heads = layer_heads[0], ()
+    has_equal_kv = family.full_head_dim is not None and flag(raw, "attention_k_eq_v")
+    return {
+        "num_kv_heads": heads[0],
+        "head_dim": heads[1],
+        "layer_heads": layer_heads,
+        "kv_sources": _parse_kv_sources(raw, family, windows),
+        "keys_as_values": frozenset(layer for layer, window in enumerate(windows) if has_equal_kv and window is None),
+        "has_value_norm": family.has_value_norm,
+        "has_wide_sharers": family.shares_kv and flag(raw, "use_double_wide_mlp"),
+        "layer_inputs": _parse_inputs(raw, family),
+        "has_layer_scales": family.has_layer_scales,
+    }
+
+
+def _parse_heads(
     raw: Mapping[str, Any], family: Family, windows: Sequence[int | None], num_heads: int, heads: Heads
 ) -> tuple[Heads, ...]:
-    """Heads of each layer; () where all have these. per_layer_config says it, or else it is by kind of layer."""
+    """Heads of each layer; () where the family has these in all. per_layer_config says it, or else it is by kind of layer."""
     if family.full_head_dim is None:
         return ()
     if raw.get(_PER_LAYER) is not None:
@@ -43,7 +64,7 @@ def parse_layer_heads(
     kinds = {(window is None, each) for window, each in zip(windows, found, strict=True)}
     if len(kinds) > len({is_full for is_full, _ in kinds}):
         raise UnsupportedModelError(_PER_LAYER, "other heads in layers of one kind", "the same in all layers of a kind")
-    return () if set(found) == {heads} else found
+    return found
 
 
 def _by_layer(said: object, num_layers: int, heads: Heads) -> tuple[Heads, ...]:
@@ -59,8 +80,8 @@ def _by_layer(said: object, num_layers: int, heads: Heads) -> tuple[Heads, ...]:
     return tuple(found.values())
 
 
-def parse_kv_sources(raw: Mapping[str, Any], family: Family, windows: Sequence[int | None]) -> tuple[int, ...]:
-    """Of the last num_kv_shared_layers layers, the layers whose K and V they read: the last of their kind that stores any."""
+def _parse_kv_sources(raw: Mapping[str, Any], family: Family, windows: Sequence[int | None]) -> tuple[int, ...]:
+    """The layers whose K and V the last num_kv_shared_layers layers read: the last of the kind of each that stores any."""
     num_sharing = raw.get("num_kv_shared_layers") or 0
     if not family.shares_kv or not num_sharing:
         return ()
@@ -71,10 +92,11 @@ def parse_kv_sources(raw: Mapping[str, Any], family: Family, windows: Sequence[i
     return tuple(last[window] for window in windows[first:])
 
 
-def parse_layer_inputs(raw: Mapping[str, Any], family: Family, vocab_size: int) -> LayerInputsConfig | None:
+def _parse_inputs(raw: Mapping[str, Any], family: Family) -> LayerInputsConfig | None:
     """hidden_size_per_layer_input of 0 or null is none; an absent one the family's."""
     if family.layer_input is None or raw.get("hidden_size_per_layer_input", family.layer_input) in (0, None):
         return None
+    vocab_size = count(raw, "vocab_size")
     rows = count(raw, "vocab_size_per_layer_input", max(vocab_size, 262_144))
     if rows < vocab_size:
         raise bad("vocab_size_per_layer_input", f"must be vocab_size {vocab_size} or more, is {rows}")
