@@ -15,6 +15,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from ..core.sequences.spans import check_readable
 from ..core.sequences.transitions import wrong_state
 from ..core.values.errors import InvalidField, NotImplementedYet, OpaquePages
+from ..core.values.kv_spec import KvSpec
 from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId
 from ..core.values.views import Readable, SequenceView
 from ..runtime.pool import Pool
@@ -54,11 +55,9 @@ class KvCalls:
         count = request.num_tokens or max(readable.num_tokens - first, 0)
         check_bounds(readable, first, count)
         spec = live.pool.info.spec
-        layers = request.layer_idx or [idx for idx in range(num_layers) if not spec.is_recurrent(idx)]
+        layers = request.layer_idx or [idx for idx in range(num_layers) if spec.has_rows(idx)] or range(num_layers)
         for layer_idx in layers:
-            if spec.is_recurrent(layer_idx):
-                text = f"layer {layer_idx} is recurrent: it has a state, and no K and V"
-                raise NotImplementedYet(text, feature="layer_group_kind")
+            _check_rows(spec, layer_idx)
             _table(live.pool, readable.view, layer_idx, first, count)
         live.pool.manager.updates.note_read(live.core.id, sequence_id)
         for layer_idx in layers:
@@ -113,6 +112,15 @@ def _make_rows(pool: Pool, kv_dtype: "pb.KvDtype") -> KvRows:
     return KvRows(pool.info.spec, pool.arena, ELEMENT_TYPES[kv_dtype] if kv_dtype else pool.info.spec.element_type)
 
 
+def _check_rows(spec: KvSpec, layer_idx: int) -> None:
+    """Raises NotImplementedYet for a recurrent layer, OpaquePages for one of pages."""
+    if spec.is_recurrent(layer_idx):
+        text = f"layer {layer_idx} is recurrent: it has a state, and no K and V"
+        raise NotImplementedYet(text, feature="layer_group_kind")
+    if not spec.has_rows(layer_idx):
+        raise OpaquePages(f"layer {layer_idx} lies in opaque pages: map the memory, whose bytes only its clients can read")
+
+
 def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> None:
     """Raises InvalidField for tokens that are not committed, not there yet, or not retained."""
     view, arrived = readable
@@ -155,6 +163,7 @@ def _write(
 ) -> None:
     """Writes K and V, [num_tokens, wire_bytes] each, into slots that are granted and not committed. Raises InvalidField."""
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
+    _check_rows(pool.info.spec, layer_idx)
     row_bytes = rows.wire_bytes(layer_idx)
     if not key or len(key) % row_bytes or len(key) != len(value):
         raise InvalidField(f"key and value hold {row_bytes} bytes a token, 1 token or more", field="key", limit=row_bytes)

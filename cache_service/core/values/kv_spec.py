@@ -114,7 +114,8 @@ class LayerGroup:
     state_bytes: of the states of these layers behind one token, which a block has instead of K and V, and of which each
     checkpoint_blocks-th is kept; 0: no states.
 
-    num_kv_heads, head_dim: of its layers, where they are others than the spec's; else both are 0.
+    num_kv_heads, head_dim: of its layers, where they are others than the spec's; else both are 0. page_bytes: of a block, where
+    only the clients can read it; else 0.
     """
 
     layers: tuple[int, ...]
@@ -127,10 +128,16 @@ class LayerGroup:
     checkpoint_blocks: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
+    page_bytes: int = 0
 
     @property
     def has_states(self) -> bool:
         return self.state_bytes > 0
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has K and V whose places in a block are known."""
+        return not (self.state_bytes or self.page_bytes)
 
     @property
     def span(self) -> ReadSpan:
@@ -144,7 +151,8 @@ class KvSpec:
 
     key is equal exactly for specs that may share K and V, fields of newer clients included. A spec has layers, heads, elements
     and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0. With groups a block
-    has the layers of one group, with that group's heads, and the bytes of the largest with K and V; states are no larger.
+    has the layers of one group, with that group's heads or as its page, and the bytes of the largest of these; states are no
+    larger. Heads, elements and their bytes are 0 where no group has such.
 
     With several ranks the numbers of heads, elements and bytes are those of each rank alone: each has its share of every block
     in an arena of its own, under the same number.
@@ -190,12 +198,17 @@ class KvSpec:
             element = self.num_kv_heads * self.head_dim
             tail = max((len(group.layers) * element * group.tail_item_bytes for group in self.groups), default=0)
             return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes(0)) // _ALIGNMENT) * _ALIGNMENT
-        return self.page_bytes or self._num_elements * self.item_bytes
+        pages = (group.page_bytes for group in self.groups)
+        return self.page_bytes or max(self._num_elements * self.item_bytes, *pages, 0)
 
     @property
     def has_states(self) -> bool:
         """Whether layers have states instead of K and V, in blocks that only the clients can read."""
         return any(group.has_states for group in self.groups)
+
+    def has_rows(self, layer_idx: int) -> bool:
+        """Whether a layer has K and V whose places in a block are known."""
+        return not self.is_opaque and all(group.has_rows for group in self.groups if layer_idx in group.layers)
 
     def is_recurrent(self, layer_idx: int) -> bool:
         """Whether a layer has a state instead of K and V."""
@@ -212,10 +225,11 @@ class KvSpec:
         """The same with blocks below the device in this format; as they are, where they are none of numbers without scales.
 
         So are heads whose length (HostSides.head_dim) the format cannot hold, or so short that with their scales they take no
-        fewer bytes, specs of a time that did not name the type of an element, and pools some of whose blocks are states.
+        fewer bytes, specs of a time that did not name the type of an element, and pools some of whose blocks are states or
+        opaque pages.
         """
         bits = HOST_BITS.get(host_kv_dtype, 0)
-        are_numbers = self.element_type and not self.scaled_bits and not self.has_states
+        are_numbers = self.element_type and not self.scaled_bits and all(group.has_rows for group in self.groups)
         fits = bits and are_numbers and self.host_sides.head_dim % (16 // bits) == 0
         stored = replace(self, host_kv_dtype=host_kv_dtype if fits else "")
         return stored if stored.host_block_bytes < self.block_bytes else replace(self, host_kv_dtype="")
@@ -249,7 +263,7 @@ class KvSpec:
         length divides those of all groups: the parts of a longer head have scales of their own.
         """
         if self._has_own_heads:
-            head_dim = gcd(*(self._group_heads(group).head_dim for group in self.groups if not group.has_states))
+            head_dim = gcd(*(self._group_heads(group).head_dim for group in self.groups))
             return HostSides(1, self._num_elements // head_dim, head_dim)
         num_heads = self.block_size * self.num_kv_heads
         return HostSides(self._num_elements // (num_heads * self.head_dim), num_heads, self.head_dim)
@@ -272,8 +286,8 @@ class KvSpec:
 
     @property
     def _num_elements(self) -> int:
-        """Elements of K and V in a block of the largest group. Of blocks without scales."""
-        own = (len(group.layers) * self._group_heads(group).num_elements for group in self.groups if not group.has_states)
+        """Elements of K and V in a block of the largest group, 0 where none has such. Of blocks without scales."""
+        own = (len(group.layers) * self._group_heads(group).num_elements for group in self.groups if group.has_rows)
         return 2 * self.block_size * max(own, default=self.num_layers * self._heads.num_elements)
 
 

@@ -49,7 +49,7 @@ class Description:
             if not fields["spec"][name]:
                 del fields["spec"][name]
         for group in fields["spec"]["groups"]:
-            for name in ("state_bytes", "checkpoint_blocks", "num_kv_heads", "head_dim"):
+            for name in ("state_bytes", "checkpoint_blocks", "num_kv_heads", "head_dim", "page_bytes"):
                 if not group[name]:
                     del group[name]
         if not self.spec.groups:  # as before there were groups
@@ -95,12 +95,12 @@ def _are_groups(spec: KvSpec) -> bool:
     layers = [layer for group in spec.groups for layer in group.layers]
     numbers = [*layers, *(number for group in spec.groups for number in (group.window, group.tail_item_bytes))]
     for group in spec.groups:
-        numbers += group.checkpoint_blocks, group.num_kv_heads, group.head_dim
+        numbers += group.checkpoint_blocks, group.num_kv_heads, group.head_dim, group.page_bytes
         if type(group.state_bytes) is not int:
             return False
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
         return False
-    if not all(_has_valid_heads(spec, group) and _has_valid_states(spec, group) for group in spec.groups):
+    if not all(_has_valid_shape(spec, group) and _has_valid_states(spec, group) for group in spec.groups):
         return False
     if not all(group.layers and type(group.is_chunked) is bool for group in spec.groups):
         return False
@@ -114,12 +114,13 @@ def _are_groups(spec: KvSpec) -> bool:
     return sorted(layers) == every and not first.window and not first.state_bytes
 
 
-def _has_valid_heads(spec: KvSpec, group: LayerGroup) -> bool:
-    """Whether it has the spec's heads, or heads of its own in blocks of numbers."""
-    if not (group.num_kv_heads or group.head_dim):
+def _has_valid_shape(spec: KvSpec, group: LayerGroup) -> bool:
+    """Whether it has the spec's heads, or else heads or a page of its own."""
+    heads = group.num_kv_heads, group.head_dim
+    if not (any(heads) or group.page_bytes):
         return True
-    is_whole = group.num_kv_heads > 0 and group.head_dim > 0
-    return is_whole and not (spec.scaled_bits or spec.is_opaque or group.has_states or group.is_tail)
+    is_one = all(heads) != bool(group.page_bytes) and any(heads) == all(heads)
+    return is_one and not (spec.scaled_bits or spec.is_opaque or group.has_states or group.is_tail)
 
 
 def _has_valid_states(spec: KvSpec, group: LayerGroup) -> bool:
@@ -133,6 +134,8 @@ def _list_counts(spec: KvSpec) -> list[int]:
     """The counts that a block's bytes follow from, which must all be above 0. Raises FileRefused where others are set, too."""
     elements = [getattr(spec, name) for name in _ELEMENT_COUNTS]
     given, others = ([spec.page_bytes], elements) if spec.page_bytes != 0 else (elements, [])
+    if spec.groups and not any(group.has_rows for group in spec.groups):
+        given, others = elements[:1], elements[1:]
     if any(type(count) is not int or count != 0 for count in others):
         raise FileRefused("its description has both elements and opaque pages")
     return [spec.block_size, *given]

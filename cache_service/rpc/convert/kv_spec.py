@@ -1,7 +1,7 @@
 """KV specs: their ranges, the value that the service counts with, and the message again."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
@@ -37,9 +37,14 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     """The spec with its defaults written out. Raises InvalidField, NotImplementedYet."""
     check_text("spec.model_id", spec.model_id, 256, shortest=1)
     check_text("spec.revision", spec.revision, 256)
-    if spec.layout == pb.KV_LAYOUT_OPAQUE:
-        _check_page(spec)
+    if spec.groups and spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_OPAQUE):
+        raise InvalidField("groups are for KV_LAYOUT_GROUPED and KV_LAYOUT_SCALED", field="spec.groups")
+    has_pages = spec.layout == pb.KV_LAYOUT_OPAQUE
+    if has_pages:
+        _refuse_elements(spec, _OF_ELEMENTS)
+        _check_page("spec.page", spec.page)
     elif spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_GROUPED):
+        has_pages = any(group.HasField("page") for group in spec.groups)
         _check_elements(spec, _ITEM_BYTES)
     elif spec.layout == pb.KV_LAYOUT_SCALED:
         _check_elements(spec, _SCALED_BITS)
@@ -49,15 +54,13 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     else:
         text = "layout is KV_LAYOUT_BLOCK_MAJOR, KV_LAYOUT_GROUPED, KV_LAYOUT_SCALED or KV_LAYOUT_OPAQUE"
         raise InvalidField(text, field="spec.layout")
-    if spec.groups and spec.layout not in (pb.KV_LAYOUT_GROUPED, pb.KV_LAYOUT_SCALED):
-        raise InvalidField("groups are for KV_LAYOUT_GROUPED and KV_LAYOUT_SCALED", field="spec.groups")
     check_range("spec.block_size", spec.block_size, 1, 1024)
     check_range("spec.sliding_window", spec.sliding_window, 0, MAX_INT32)
     check_text("spec.rope_parameters", spec.rope_parameters, 4096)
     check_text("spec.compute_dtype", spec.compute_dtype, 32)
     check_range("spec.tensor_parallel_size", spec.tensor_parallel_size, 0, MOST_RANKS)
     num_ranks = spec.tensor_parallel_size or 1
-    if num_ranks > 1 and spec.layout == pb.KV_LAYOUT_OPAQUE:
+    if num_ranks > 1 and has_pages:
         text = "opaque pages are of one rank each: its number belongs into the digest"
         raise InvalidField(text, field="spec.tensor_parallel_size", limit=1)
     whole = pb.KvSpec()
@@ -88,7 +91,7 @@ def _check_states(spec: KvSpec) -> None:
     """Raises InvalidField where the states of a group are larger than a block, NotImplementedYet with several ranks."""
     most = max((group.state_bytes for group in spec.groups), default=0)
     if most > spec.block_bytes:
-        least = -(-most // (spec.block_bytes // spec.block_size))
+        least = -(-most * spec.block_size // spec.block_bytes)
         text = f"states of {most} bytes need blocks of {least} tokens or more, or groups of fewer layers"
         raise InvalidField(text, field="spec.groups.state_bytes", limit=least)
     if most and spec.num_ranks > 1:
@@ -113,6 +116,7 @@ def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
             raise InvalidField("layer_idx are the group's layers, ascending", field="spec.groups.layer_idx")
         _refuse_states(group)
         _refuse_heads(group, "KV_LAYOUT_GROUPED")
+        _refuse_page(group, "KV_LAYOUT_GROUPED")
         seen += group.layer_idx if at else ()
     every = list(range(spec.num_layers))
     if list(stored.layer_idx) != every or sorted(seen) != every:
@@ -144,6 +148,12 @@ def _refuse_heads(group: pb.LayerGroup, of: str) -> None:
         raise InvalidField(f"heads of a group are for {of}", field=field, limit=0)
 
 
+def _refuse_page(group: pb.LayerGroup, of: str) -> None:
+    """Raises InvalidField where the blocks of a group are opaque pages."""
+    if group.HasField("page"):
+        raise InvalidField(f"a page of a group is for {of}", field="spec.groups.page")
+
+
 def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
     """Raises InvalidField, NotImplementedYet."""
     check_range("spec.groups", len(spec.groups), 1, _MOST_GROUPS)
@@ -160,9 +170,13 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
             check_range("spec.groups.state_bytes", group.state_bytes, 1, _MOST_STATE_BYTES)
             check_range("spec.groups.checkpoint_blocks", group.checkpoint_blocks, 1, _MOST_CHECKPOINT_BLOCKS)
             _refuse_heads(group, "groups with K and V")
+            _refuse_page(group, "groups without states")
         else:
             _refuse_states(group)
-        if group.num_kv_heads or group.head_dim:
+        if group.HasField("page"):
+            _refuse_heads(group, "groups without a page")
+            _check_page("spec.groups.page", group.page)
+        elif group.num_kv_heads or group.head_dim:
             check_range("spec.groups.num_kv_heads", group.num_kv_heads, 1, _MOST_KV_HEADS)
             check_range("spec.groups.head_dim", group.head_dim, 1, _MOST_HEAD_DIM)
         has_window = group.kind in _WINDOW_KINDS
@@ -183,6 +197,7 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
             checkpoint_blocks=group.checkpoint_blocks,
             num_kv_heads=group.num_kv_heads,
             head_dim=group.head_dim,
+            page_bytes=group.page.page_bytes,
         )
         for group in spec.groups
     )
@@ -199,24 +214,30 @@ def kv_spec_message(spec: KvSpec) -> pb.KvSpec:
 
 
 def _check_elements(spec: pb.KvSpec, dtypes: Mapping[int, int]) -> None:
-    """dtypes: those of the layout."""
+    """dtypes: those of the layout. A spec has no elements where no group has any."""
     check_range("spec.num_layers", spec.num_layers, 1, 1024)
+    if spec.HasField("page"):
+        raise InvalidField("page is for KV_LAYOUT_OPAQUE", field="spec.page")
+    if spec.groups and all(group.HasField("page") or group.kind == pb.LAYER_GROUP_KIND_RECURRENT for group in spec.groups):
+        _refuse_elements(spec, _OF_ELEMENTS[1:])
+        return
     check_range("spec.num_kv_heads", spec.num_kv_heads, 1, _MOST_KV_HEADS)
     check_range("spec.head_dim", spec.head_dim, 1, _MOST_HEAD_DIM)
     if spec.kv_dtype not in dtypes:
         raise InvalidField("kv_dtype is an element type of KvDtype that goes with the layout", field="spec.kv_dtype")
-    if spec.HasField("page"):
-        raise InvalidField("page is for KV_LAYOUT_OPAQUE", field="spec.page")
 
 
-def _check_page(spec: pb.KvSpec) -> None:
+def _refuse_elements(spec: pb.KvSpec, names: Sequence[str]) -> None:
     """One page, one meaning: what the digest stands for is not said a second time."""
-    for name in _OF_ELEMENTS:
+    for name in names:
         if getattr(spec, name):
             raise InvalidField(f"{name} is not told of opaque pages: it belongs into the digest", field=f"spec.{name}")
-    check_range("spec.page.page_bytes", spec.page.page_bytes, _PAGE_ALIGNMENT, _MOST_PAGE_BYTES)
-    if spec.page.page_bytes % _PAGE_ALIGNMENT:
+
+
+def _check_page(field: str, page: pb.PageLayout) -> None:
+    check_range(f"{field}.page_bytes", page.page_bytes, _PAGE_ALIGNMENT, _MOST_PAGE_BYTES)
+    if page.page_bytes % _PAGE_ALIGNMENT:
         text = f"page_bytes is a multiple of {_PAGE_ALIGNMENT}"
-        raise InvalidField(text, field="spec.page.page_bytes", limit=_PAGE_ALIGNMENT)
-    if not _SHA256.fullmatch(spec.page.digest):
-        raise InvalidField("digest is a SHA-256 in lower-case hex", field="spec.page.digest", limit=64)
+        raise InvalidField(text, field=f"{field}.page_bytes", limit=_PAGE_ALIGNMENT)
+    if not _SHA256.fullmatch(page.digest):
+        raise InvalidField("digest is a SHA-256 in lower-case hex", field=f"{field}.digest", limit=64)

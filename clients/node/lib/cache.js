@@ -9,7 +9,7 @@ import { CacheSession } from './session.js';
 /** Of the cache service's protocol; docs/api/protocol.md says what needs a new number. */
 export const PROTOCOL_VERSION = 3;
 const OLDEST_PROTOCOL_VERSION = 1; // that this client can speak
-const OF_GROUP_HEADS = 3; // an older service would take all groups for such of the spec's heads
+const OF_GROUP_SHAPES = 3; // an older service would take all groups for such of the spec's heads
 
 /** Throws where the service is too old. What it opened ends with its lease. */
 export function requireSpoken(version, oldest = OLDEST_PROTOCOL_VERSION) {
@@ -46,7 +46,7 @@ export class CacheClient {
     const opened = await this.#transport.call('OpenSession', {
       spec, executor, ttlMs, clientName, protocolVersion: PROTOCOL_VERSION,
     });
-    const least = spec.groups?.some((group) => group.numKvHeads) ? OF_GROUP_HEADS : OLDEST_PROTOCOL_VERSION;
+    const least = spec.groups?.some((group) => group.numKvHeads || group.page) ? OF_GROUP_SHAPES : OLDEST_PROTOCOL_VERSION;
     requireSpoken(opened.protocolVersion || 1, least); // a service of before there were versions names none
     return new CacheSession(this.#transport, opened);
   }

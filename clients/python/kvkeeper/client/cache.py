@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Of the cache service's protocol; docs/api/protocol.md says what needs a new number.
 PROTOCOL_VERSION = 3
 OLDEST_PROTOCOL_VERSION = 1  # that this client can speak
-_OF_GROUP_HEADS = 3  # an older service would take all groups for such of the spec's heads
+_OF_GROUP_SHAPES = 3  # an older service would take all groups for such of the spec's heads
 
 
 class AsyncCacheClient:
@@ -79,7 +79,8 @@ class AsyncCacheClient:
             packs_host_blocks=packs_host_blocks,
         )
         opened = await self._transport.call_by_name("OpenSession", request)
-        least = _OF_GROUP_HEADS if any(group.num_kv_heads for group in spec.groups) else OLDEST_PROTOCOL_VERSION
+        has_shapes = any(group.num_kv_heads or group.HasField("page") for group in spec.groups)
+        least = _OF_GROUP_SHAPES if has_shapes else OLDEST_PROTOCOL_VERSION
         _require_spoken(opened.protocol_version or 1, least)  # a service of before there were versions names none
         from kvkeeper.client.session import AsyncCacheSession  # with numpy
 

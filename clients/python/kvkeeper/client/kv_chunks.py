@@ -38,13 +38,13 @@ class KvTokens:
 
 
 def select_layers(spec: pb.KvSpec, layers: Sequence[int]) -> tuple[list[int], tuple[int, int]]:
-    """These layers, or all that have K and V, and the [num_kv_heads, head_dim] that all of them have.
+    """These layers, or all that have K and V outside of opaque pages, and the [num_kv_heads, head_dim] that all of them have.
 
     Raises ValueError where they have different ones.
     """
     groups = {layer_idx: group for group in spec.groups for layer_idx in group.layer_idx}
-    states = {layer_idx for layer_idx, group in groups.items() if group.kind == pb.LAYER_GROUP_KIND_RECURRENT}
-    layer_idxs = list(layers) or [layer_idx for layer_idx in range(spec.num_layers) if layer_idx not in states]
+    others = {idx for idx, group in groups.items() if group.kind == pb.LAYER_GROUP_KIND_RECURRENT or group.HasField("page")}
+    layer_idxs = list(layers) or [layer_idx for layer_idx in range(spec.num_layers) if layer_idx not in others]
     heads = spec.num_kv_heads, spec.head_dim
     found: dict[tuple[int, int], int] = {}
     for layer_idx in layer_idxs:

@@ -145,6 +145,8 @@ def _of_group(group: Any, spec: Any) -> tuple[str, str]:
     words = f"{name} of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
     if spec.kind == pb.LAYER_GROUP_KIND_RECURRENT:
         words = f"states, one kept of {spec.checkpoint_blocks:,}"
+    elif spec.HasField("page"):
+        words += f", pages of {size(spec.page.page_bytes)}"
     elif spec.num_kv_heads:
         words += f", {spec.num_kv_heads:,} KV heads of {spec.head_dim:,}"
     return words, f"{group.num_held_entries:,}, {group.num_passed_entries:,}"

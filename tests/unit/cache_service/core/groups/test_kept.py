@@ -134,6 +134,22 @@ def test_a_description_tells_the_heads_of_groups_and_refuses_such_as_cannot_be()
     assert Description.decode(hosts.encode()) == hosts
 
 
+def test_a_description_tells_the_pages_of_groups_and_refuses_such_as_cannot_be() -> None:
+    groups = (LayerGroup((0, 2), 0, page_bytes=64), LayerGroup((1,), 0, state_bytes=64, checkpoint_blocks=1))
+    description = Description(1, 1, 2, 128, KvSpec(b"key", "model", 3, 0, 0, 0, 4, groups=groups))
+    text = description.encode()
+    assert Description.decode(text) == description
+    for name, value in (("page_bytes", 63), ("page_bytes", "64"), ("page_bytes", 1 << 31), ("page_bytes", 0), ("head_dim", 4)):
+        fields = json.loads(text)
+        fields["spec"]["groups"][0][name] = value
+        with pytest.raises(FileRefused):
+            Description.decode(json.dumps(fields).encode())
+    fields = json.loads(text)
+    fields["spec"]["head_dim"] = 4
+    with pytest.raises(FileRefused):
+        Description.decode(json.dumps(fields).encode())
+
+
 @pytest.mark.parametrize("is_demoted", [False, True])
 def test_a_tail_comes_back_with_its_pool_and_stays_behind_where_blocks_went_to_the_host(is_demoted: bool) -> None:
     config = PoolConfig(41, 2, group_spans=make_spans(0, 5), has_tail=True, watermark=0.0, num_host_blocks=21)

@@ -15,7 +15,7 @@ KINDS = [pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW, pb.LAYER_
 
 
 def draw_spec(rng: np.random.Generator) -> pb.KvSpec:
-    """1 to 5 groups of 1 to 4 layers each, in any order; each with heads of its own, or with the spec's."""
+    """1 to 5 groups of 1 to 4 layers each, in any order; each with heads of its own, with a page, or with the spec's heads."""
     counts = rng.integers(1, 5, rng.integers(1, 6))
     layers = np.split(rng.permutation(counts.sum()), counts.cumsum()[:-1])
     groups = []
@@ -23,7 +23,9 @@ def draw_spec(rng: np.random.Generator) -> pb.KvSpec:
         kind = KINDS[rng.integers(3)] if at else KINDS[0]
         window = int(rng.integers(1, 40)) if kind != KINDS[0] else 0
         heads: dict[str, Any] = {}
-        if rng.random() < 0.7:
+        if at and rng.random() < 0.2:
+            heads = {"page": pb.PageLayout(page_bytes=16 * int(rng.integers(1, 200)), digest="0" * 64)}
+        elif rng.random() < 0.7:
             heads = {"num_kv_heads": int(rng.integers(1, 6)), "head_dim": int(rng.integers(1, 33))}
         groups.append(pb.LayerGroup(kind=kind, layer_idx=sorted(of_group.tolist()), window_tokens=window, **heads))
     return pb.KvSpec(
@@ -47,15 +49,18 @@ def test_every_slot_of_every_group_is_its_own_and_where_the_layout_says(seed: in
     rng = np.random.default_rng(seed)
     message = draw_spec(rng)
     spec, item_bytes, size = kv_spec(message), ITEM_BYTES[message.kv_dtype], message.block_size
-    most = max(len(group.layer_idx) * np.prod(heads_of(message, group)) for group in message.groups)
-    assert spec.block_bytes == 2 * size * most * item_bytes
+    with_rows = [at for at, group in enumerate(message.groups) if not group.HasField("page")]
+    sizes = [2 * len(group.layer_idx) * size * np.prod(heads_of(message, group)) * item_bytes for group in message.groups]
+    assert spec.block_bytes == max(
+        sizes[at] if at in with_rows else group.page.page_bytes for at, group in enumerate(message.groups)
+    )
     assert kv_spec(kv_spec_message(spec)) == spec
     length, num_blocks = int(rng.integers(1, 4 * size)), 4 * len(message.groups) + 1
     tables = rng.permutation(np.arange(1, num_blocks, dtype=np.int32)).reshape(len(message.groups), 4)
     arena = SharedMemoryArena(num_blocks * spec.block_bytes)
     rows, written = KvRows(spec, arena, spec.element_type), {}
     order = rng.permutation([layer for group in message.groups for layer in group.layer_idx]).tolist()
-    for layer_idx in order:
+    for layer_idx in filter(spec.has_rows, order):
         group_idx, _ = spec.find_place(layer_idx)
         row_bytes = int(np.prod(heads_of(message, message.groups[group_idx]))) * item_bytes
         assert rows.wire_bytes(layer_idx) == row_bytes
@@ -66,7 +71,8 @@ def test_every_slot_of_every_group_is_its_own_and_where_the_layout_says(seed: in
                 others = tables[1:] if len(tables) > 1 else ()
                 rows.write([tables[group_idx], *others], layer_idx, first, (part[0].tobytes(), part[1].tobytes()))
     blocks, num_written = arena.blocks(num_blocks, spec.block_bytes), 0
-    for table, group in zip(tables, message.groups, strict=True):
+    assert sorted(written) == sorted(layer for at in with_rows for layer in message.groups[at].layer_idx)
+    for table, group in zip(tables[with_rows], [message.groups[at] for at in with_rows], strict=True):
         row_bytes = int(np.prod(heads_of(message, group))) * item_bytes
         num_layers = len(group.layer_idx)
         front = blocks[table, : num_layers * 2 * size * row_bytes].reshape(4, num_layers, 2, size, row_bytes)

@@ -1,5 +1,5 @@
-"""Groups of layers with heads of their own: a client writes every slot of every group, and finds it where the layout says,
-through copies, swaps, tiers and a restart. And what no group can have."""
+"""Groups of layers with heads or pages of their own: a client writes every slot of every group, and finds it where the layout
+says, through copies, swaps, tiers and a restart. And what no group can have."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.client import AsyncCacheClient, KvTokens
 from kvkeeper.client import cache as client_cache
 from tests.support.remote.redis_server import RedisServer
-from tests.support.worlds.cache_api import Api, Session, blocks_of, failure, refused, serving
+from tests.support.worlds.cache_api import Api, Session, blocks_of, failure, refusal, refused, serving
 from tests.support.worlds.memory_folder import memory_folder
 
 SIZE, WINDOW_TOKENS, LENGTH = 4, 7, 21
@@ -254,6 +254,119 @@ async def test_the_specs_own_heads_are_the_same_with_and_without_their_numbers(a
     assert other.spec != both[0].spec, "of as many elements, and another shape"
 
 
+PAGE_BYTES = BLOCK_BYTES + 16
+
+
+def with_page(at: int, page_bytes: int = PAGE_BYTES, digest: str = "0a" * 32, **changes: Any) -> pb.KvSpec:
+    """The spec with opaque pages in the place of heads there."""
+    spec = with_group(at, **{"num_kv_heads": 0, "head_dim": 0} | changes)
+    spec.groups[at].page.CopyFrom(pb.PageLayout(page_bytes=page_bytes, digest=digest))
+    return spec
+
+
+def latents(**changes: Any) -> pb.KvSpec:
+    """Pages of all tokens beside states: no layer has K and V that the service can read."""
+    fields: dict[str, Any] = {"kind": RECURRENT, "layer_idx": [0, 1, 3, 4], "state_bytes": PAGE_BYTES, "checkpoint_blocks": 2}
+    spec = with_page(0)
+    del spec.groups[1:]
+    spec.groups.append(pb.LayerGroup(**fields))
+    spec.num_kv_heads = spec.head_dim = spec.kv_dtype = 0
+    for name, value in changes.items():
+        setattr(spec, name, value)
+    return spec
+
+
+async def test_a_page_of_a_group_is_part_of_the_spec_and_moved_whole() -> None:
+    async with serving(num_blocks=40, num_host_blocks=41, host_kv_dtype="int8") as api:
+        session, rows = await api.open(spec=with_page(1), engine=False), rows_of(7)
+        pool = session.opened.pool
+        assert (pool.block_bytes, pool.host_block_bytes, pool.host_kv_dtype) == (PAGE_BYTES, PAGE_BYTES, 0)
+        for layer_idx in (0, 1):
+            del rows[layer_idx]
+        await session.create(1, LENGTH)
+        await session.call("ExtendSequence", sequence_id=1, num_tokens=LENGTH)
+        await write(session, 1, rows)
+        (served,) = api.server.session_manager.registry.pools
+        pages = np.random.default_rng(7).integers(0, 256, (3, PAGE_BYTES), np.uint8)
+        blocks_of(served)[(await tables(session, 1))[1][READABLE // SIZE :]] = pages
+        await session.call("CommitSequence", sequence_id=1, num_tokens=LENGTH, first_token_idx=LENGTH)
+        await session.call("SwapOutSequence", sequence_id=1)
+        await session.call("ClearPrefixCache")
+        blocks_of(served)[1:] = 0
+        await session.call("SwapInSequence", sequence_id=1)
+        np.testing.assert_array_equal(blocks_of(served)[(await tables(session, 1))[1][READABLE // SIZE :]], pages)
+        found = await session.read_kv(1, first_token_idx=READABLE)
+        assert [chunk.layer_idx for chunk in found] == [2, 3, 4, 5]
+        assert [chunk.value for chunk in found] == [rows[layer][1, READABLE:].tobytes() for layer in (2, 3, 4, 5)]
+        await refused(session.read_kv(1, first_token_idx=READABLE, layer_idx=[2, 0]), "OPAQUE_PAGES")
+        chunk = pb.WriteKvRequest(**session.ids, sequence_id=1, first_token_idx=LENGTH, key=bytes(32), value=bytes(32))
+        await refused(api.stub.WriteKv(iter([chunk])), "OPAQUE_PAGES")
+        async with AsyncCacheClient(api.server.address) as client, await client.open_session(with_page(1)) as other:
+            with pytest.raises(ValueError, match="layers 2 and 3 have"):
+                await other.read_kv(1)
+        await api.open(spec=with_page(1, digest="0b" * 32))
+        await api.audit()
+
+
+async def test_a_digest_of_a_group_tells_pools_apart(api: Api) -> None:
+    for digest in ("0a" * 32, "0b" * 32, "0a" * 32):
+        await api.open(spec=with_page(1, digest=digest))
+    assert [pool.num_sessions for pool in (await api.stats()).pools] == [2, 1]
+
+
+async def test_latents_beside_states_have_no_heads_in_the_spec(api: Api) -> None:
+    session = await api.open(spec=latents(), engine=False)
+    assert session.opened.pool.block_bytes == PAGE_BYTES
+    await session.create(1, 6)
+    await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
+    for layers in ([], [2], [5, 0], [0]):
+        expected = "OPAQUE_PAGES" if 2 in layers or 5 in layers else "NOT_IMPLEMENTED"
+        assert (await refusal(session.read_kv(1, layer_idx=layers))).reason == expected
+    for name in ("num_kv_heads", "head_dim", "kv_dtype"):
+        await refused(api.open(spec=latents(**{name: 1})), "INVALID_FIELD", field=f"spec.{name}")
+
+
+async def test_pages_come_back_with_memory_that_is_kept() -> None:
+    with memory_folder() as folder:
+        for num_pools in (0, 1):
+            async with serving(memory_dir=folder, keep=True) as api:
+                pools = (await api.stats()).pools
+                assert [list(pool.pool.spec.groups) for pool in pools] == [list(latents().groups)] * num_pools
+                session = await api.open(spec=latents(), engine=False)
+                assert await session.create(1, 9) == 8 * num_pools
+                await session.call("ExtendSequence", sequence_id=1, num_tokens=9)
+                await session.call("CommitSequence", sequence_id=1, num_tokens=8, first_token_idx=9)
+                await session.call("ReleaseSequence", sequence_id=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (with_page(0, page_bytes=0), "spec.groups.page.page_bytes"),
+        (with_page(0, page_bytes=24), "spec.groups.page.page_bytes"),
+        (with_page(0, page_bytes=(1 << 30) + 16), "spec.groups.page.page_bytes"),
+        (with_page(2, digest="0A" * 32), "spec.groups.page.digest"),
+        (with_page(2, num_kv_heads=1, head_dim=1), "spec.groups.num_kv_heads"),
+        (with_page(2, kind=RECURRENT, window_tokens=0, state_bytes=8, checkpoint_blocks=1), "spec.groups.page"),
+    ],
+)
+async def test_pages_that_no_group_can_have_are_refused(api: Api, spec: pb.KvSpec, field: str) -> None:
+    await refused(api.open(spec=spec), "INVALID_FIELD", field=field)
+
+
+async def test_pages_of_a_group_are_of_one_rank(api: Api) -> None:
+    spec = with_page(1)
+    spec.tensor_parallel_size = 2
+    await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.tensor_parallel_size", limit="1")
+
+
+async def test_states_need_a_whole_number_of_tokens_more_than_a_page_holds(api: Api) -> None:
+    """A page of fewer bytes than tokens, too."""
+    spec = latents(block_size=1024)
+    spec.groups[0].page.page_bytes, spec.groups[1].state_bytes = 16, 17
+    await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.groups.state_bytes", limit="1088")
+
+
 @pytest.mark.parametrize(
     ("spec", "field", "limit"),
     [
@@ -279,6 +392,9 @@ async def test_a_layout_with_tails_has_one_shape(api: Api) -> None:
     await api.open(spec=spec)
     spec.groups[1].head_dim = 8
     await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.groups.head_dim", limit="0")
+    spec.groups[1].head_dim = 0
+    spec.groups[1].page.page_bytes = 16
+    await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.groups.page")
 
 
 async def test_states_fit_the_largest_block(api: Api) -> None:
@@ -299,3 +415,4 @@ async def test_a_service_of_before_is_asked_for_no_such_groups(api: Api, monkeyp
         for group in spec.groups:
             group.num_kv_heads = group.head_dim = 0
         await (await client.open_session(spec)).close()
+        assert (await failure(client.open_session(latents()))).reason == "PROTOCOL_VERSION_UNSUPPORTED"
