@@ -342,7 +342,7 @@ def _limit_by_rope(rope: RopeConfig, max_position: int, rope_dim: int) -> int:
     return min(max_position, rope.original_max_position)
 
 
-def _parse_scales(raw: Mapping[str, Any], family: Family, hidden_size: int, num_layers: int) -> dict[str, float | None]:
+def _parse_scales(raw: Mapping[str, Any], family: Family, hidden_size: int, num_layers: int) -> dict[str, Any]:
     """Factors and bounds of what the layers compute, by their names in ModelConfig."""
     scalar = None if family.query_scalar is None else number(raw, "query_pre_attn_scalar", family.query_scalar)
     return {
