@@ -340,9 +340,8 @@ def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None
     if config.speculation == "off":
         return None
     try:
-        # Whole, on the first rank, and with all layers in a block: its batches have one table for all of them. Plainly: graphs
-        # of a second model would take memory beside the pool.
-        own = dataclasses.replace(config, model=config.draft_model, kv_dtype="auto", groups=False, graphs=False)
+        # Whole, on the first rank. Plainly: graphs of a second model would take memory beside the pool.
+        own = dataclasses.replace(config, model=config.draft_model, kv_dtype="auto", groups=True, graphs=False)
         draft = load_served_model(own)
     except ModelError as error:
         raise StartError(f"--draft-model {config.draft_model}: {error}") from None

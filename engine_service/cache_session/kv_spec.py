@@ -61,7 +61,7 @@ def make_kv_spec(model: ServedModel, block_size: int) -> pb.KvSpec:
             _KV_DTYPES[layout.dtype],
         )
         spec.layout = pb.KV_LAYOUT_GROUPED if groups else pb.KV_LAYOUT_BLOCK_MAJOR
-        spec.groups.extend(map(_group, groups))
+        spec.groups.extend(_group(group, layout) for group in groups)
     return spec
 
 
@@ -72,16 +72,19 @@ def _stored_group(group: LayerGroup, tail_dtype: pb.KvDtype) -> pb.LayerGroup:
     return pb.LayerGroup(kind=pb.LAYER_GROUP_KIND_TAIL, layer_idx=group.layers, window_tokens=group.window, kv_dtype=tail_dtype)
 
 
-def _group(group: LayerGroup) -> pb.LayerGroup:
+def _group(group: LayerGroup, layout: KvLayout) -> pb.LayerGroup:
     kind = pb.LAYER_GROUP_KIND_FULL if group.window is None else pb.LAYER_GROUP_KIND_SLIDING_WINDOW
     if group.is_chunked:
         kind = pb.LAYER_GROUP_KIND_CHUNKED
     if group.is_recurrent:
         kind = pb.LAYER_GROUP_KIND_RECURRENT
+    is_other = group.num_kv_heads > 0 and (group.num_kv_heads, group.head_dim) != (layout.num_kv_heads, layout.head_dim)
     return pb.LayerGroup(
         kind=kind,
         layer_idx=group.layers,
         window_tokens=group.window or 0,
         state_bytes=group.state_bytes,
         checkpoint_blocks=group.checkpoint_blocks,
+        num_kv_heads=group.num_kv_heads if is_other else 0,
+        head_dim=group.head_dim if is_other else 0,
     )

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
-from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.layout import KvLayout, KvShape
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.scratch import Scratch
 from kvkeeper.kernels.types import DeltaState
@@ -93,8 +93,13 @@ Shape = ModelConfig | ModelShape
 
 def make_kv_layout(config: Shape, dtype: torch.dtype, block_size: int, groups: Sequence[LayerGroup] = ()) -> KvLayout:
     """The layout of the blocks that a model of this config, computing in `dtype`, needs. groups: a block has one's layers."""
-    num_layers = max((len(group.layers) for group in groups if not group.is_recurrent), default=config.num_layers)
-    return KvLayout(num_layers, config.num_kv_heads, config.head_dim, dtype, block_size, config.is_latent)
+    heads, kept = (config.num_kv_heads, config.head_dim), [group for group in groups if not group.is_recurrent]
+    shapes = [KvShape(len(group.layers), group.num_kv_heads or heads[0], group.head_dim or heads[1]) for group in kept]
+    if any(group.num_kv_heads for group in kept):
+        first, *others = shapes
+        return KvLayout(first.num_layers, first.num_kv_heads, first.head_dim, dtype, block_size, others=tuple(others))
+    num_layers = max((shape.num_layers for shape in shapes), default=config.num_kv_layers)
+    return KvLayout(num_layers, *heads, dtype, block_size, config.is_latent)
 
 
 def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]) -> AnyLayout:
@@ -135,8 +140,7 @@ class ModelRunner:
         """
         Args:
             model: the loaded decoder.
-            kv_view: the layout's view of the arena, of a KvLayout [num_blocks, layers of a block, 2, block_size, num_kv_heads,
-                head_dim].
+            kv_view: the layout's view of the arena.
             layout: the arena's.
             groups: of the layers; () where a block has all of them, and no tail is beside it.
             queue: the order in which the arena's device works; None: that of its kind.
@@ -157,7 +161,13 @@ class ModelRunner:
         self._kv_view = kv_view
         self._layout = layout
         self._groups = groups
-        self._parts, self._places = attention_parts(() if self._stored else groups, model.config.windows, model.config.chunks)
+        config = model.config
+        self._parts, self._places = attention_parts(
+            () if self._stored else groups, config.windows, config.chunks, config.kv_sources
+        )
+        self._views = (
+            tuple(layout.view_group(kv_view, part.table) for part in self._parts) if isinstance(layout, KvLayout) else ()
+        )
         self._states = _view_states(model, kv_view, groups)
         self._scratch = Scratch(kv_view.device)
         self.queue = queue or make_queue(kv_view.device)
@@ -248,12 +258,12 @@ class ModelRunner:
         assert isinstance(self._model, Decoder), "other models are not captured"
         metadata = self._attention(tensors, scratch)
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
-        return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"], logits)
+        return self._model.forward(token_ids, positions, last, metadata, tensors["logit_rows"], logits)
 
     def _attention(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> StepAttention | StoredAttention:
         if self._stored:
             return build_stored_attention(tensors, self._stored)
-        found = build_step_attention(tensors, self._kv_view, self._parts, self._places, self._model.dtype, scratch)
+        found = build_step_attention(tensors, self._views, self._parts, self._places, self._model.dtype, scratch)
         if not self._states:
             return found
         states = {group: build_state_metadata(tensors, group, layers) for group, layers in self._states.items()}
@@ -310,7 +320,7 @@ class ModelRunner:
         if "awaited_rows" in tensors:
             token_ids = self.last_tokens.filled_there(token_ids, tensors["awaited_rows"])
         metadata = attention(tensors)
-        of_step = token_ids, tensors["positions"], max_position, self._kv_view, metadata
+        of_step = token_ids, tensors["positions"], max_position, metadata
         if programs is not None and isinstance(self._model, Decoder):
             return StepLogits(self._model.forward(*of_step, None, run_layers=programs.run))
         return StepLogits(self._model.forward(*of_step, tensors["logit_rows"]))

@@ -20,7 +20,7 @@ from kvkeeper.kernels.quantised.formats import KvFormat
 
 from ..config import HASH_TOY, MAX_TOKENS, EngineConfig, get_dtype
 from ..model.checkpoint.digest import weights_digest
-from ..model.checkpoint.errors import ModelConfigError, ModelError, NoDeviceError
+from ..model.checkpoint.errors import ModelConfigError, ModelError, NoDeviceError, UnsupportedModelError
 from ..model.checkpoint.json_file import CONFIG_FILE, read_json_object
 from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
 from ..model.checkpoint.text_part import WRAPPER, read_text_config, text_name
@@ -30,7 +30,7 @@ from ..model.config import ModelConfig, parse_model_config, why_library
 from ..model.decoder import Decoder
 from ..model.dtype_name import INTEGER_BITS, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
-from ..model.layer_groups import LayerGroup, group_layers
+from ..model.layer_groups import LayerGroup
 from ..model.left_out import list_left_out
 from ..model.loader import load_model
 from ..model.split import WHOLE, Split, require_one_rank
@@ -41,7 +41,16 @@ from .cpu_kernels import prepare_kernels
 from .graphs.graph_api import CudaGraphs
 from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, make_kv_layout
 from .self_check import load_checked_model
-from .stored_model import format_for, has_states, prepare_for, refuse_settings, refuse_stored, state_groups, stored_layout
+from .stored_model import (
+    format_for,
+    has_states,
+    kv_groups,
+    prepare_for,
+    refuse_settings,
+    refuse_stored,
+    state_groups,
+    stored_layout,
+)
 
 _FILE: Final = "generation_config.json"
 _FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
@@ -161,8 +170,17 @@ def _by_kind(served: ServedModel, model: Decoder, config: EngineConfig) -> Serve
             refuse_stored(config.kv_dtype, "models with latent attention")
         if any(model.config.chunks):
             refuse_stored(config.kv_dtype, "models with chunked attention")
+        if model.config.layer_heads:
+            refuse_stored(config.kv_dtype, "models whose layers have K and V of several shapes")
+        if model.config.kv_sources:
+            refuse_stored(config.kv_dtype, "models whose layers share K and V")
         return _as_stored(served, model, kv_format, config)
-    groups = group_layers(model.config.windows, model.config.chunks) if config.groups else ()
+    groups = kv_groups(model.config) if config.groups else ()
+    if model.config.layer_heads:
+        if not config.groups:
+            kind = "of layers with K and V of several shapes"
+            raise UnsupportedModelError("--no-groups", kind, "models whose layers have K and V of one shape")
+        return _in_groups(served, model, groups)
     return dataclasses.replace(_in_groups(served, model, groups), whole=served) if groups else served
 
 

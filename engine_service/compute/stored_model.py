@@ -19,7 +19,7 @@ from ..config import EngineConfig
 from ..model.checkpoint.errors import UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
-from ..model.layer_groups import LayerGroup, group_states
+from ..model.layer_groups import LayerGroup, group_layers, group_states
 from ..model.stored_attention import count_tail_layers
 
 
@@ -61,6 +61,13 @@ def prepare_for(model: Decoder, kv_format: KvFormat) -> None:
     """Compile what computes with this format on a CPU, before a request waits for it."""
     if compiled.serves_floats(torch.empty(0, dtype=model.dtype, device=model.device)):
         prepare(kv_format)
+
+
+def kv_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
+    """The groups of the layers that store K and V, in the type that the model computes in."""
+    stored = slice(config.num_kv_layers)
+    heads = [config.kv_heads(layer) for layer in range(config.num_kv_layers)] if config.layer_heads else ()
+    return group_layers(config.windows[stored], config.chunks[stored], heads)
 
 
 _WHAT = "models without recurrent layers"

@@ -66,21 +66,23 @@ class AttentionMetadata:
 class StepAttention:
     """What attention needs by part of the layers, and of each layer its part and its place in a block.
 
+    views: of each part its blocks [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim].
     states: by group, what recurrent layers need instead.
     """
 
     groups: tuple[AttentionMetadata, ...]
     places: tuple[tuple[int, int], ...]
+    views: tuple[torch.Tensor, ...]
     states: Mapping[int, StateMetadata] = field(default_factory=dict)
 
     @property
     def sink_positions(self) -> torch.Tensor | None:
         return self.groups[0].sink_positions
 
-    def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
-        """The metadata, and the layer's index in a block."""
+    def of_layer(self, layer: int) -> tuple[AttentionMetadata, torch.Tensor]:
+        """The metadata, and the layer's view of the arena."""
         group, at = self.places[layer]
-        return self.groups[group], at
+        return self.groups[group], self.views[group][:, at]
 
     def get_states(self, layer: int) -> tuple[StateMetadata, int]:
         """The metadata of a recurrent layer, and the layer's index in its group's pages."""
@@ -98,13 +100,26 @@ class AttentionPart:
 
 
 def attention_parts(
-    groups: Sequence[LayerGroup], windows: Sequence[int | None], chunks: Sequence[int | None] = ()
+    groups: Sequence[LayerGroup],
+    windows: Sequence[int | None],
+    chunks: Sequence[int | None] = (),
+    sources: Sequence[int] = (),
 ) -> tuple[tuple[AttentionPart, ...], tuple[tuple[int, int], ...]]:
     """The parts of a model's layers, and of each layer its part and its place in the blocks of that part's table.
 
     One for each group of layers that attend, which come first; without groups one for all layers, and one more for each size of
     chunks.
+    sources: of the last layers, which store nothing, the layers whose K and V they read.
     """
+    parts, places = _own_parts(groups, windows, chunks)
+    places = places[: len(windows) - len(sources)]
+    return parts, (*places, *(places[source] for source in sources))
+
+
+def _own_parts(
+    groups: Sequence[LayerGroup], windows: Sequence[int | None], chunks: Sequence[int | None]
+) -> tuple[tuple[AttentionPart, ...], tuple[tuple[int, int], ...]]:
+    """The same, without layers that store nothing."""
     if groups:
         attending = (group for group in groups if not group.is_recurrent)
         kinds = ((None, group.window) if group.is_chunked else (group.window, None) for group in attending)
@@ -162,7 +177,7 @@ _BY_PART = ("slot_mapping", "decode_tables", *(f"prefill_{name}" for name in _OF
 
 def build_step_attention(
     tensors: Mapping[str, torch.Tensor],
-    kv_view: torch.Tensor,
+    views: tuple[torch.Tensor, ...],
     parts: Sequence[AttentionPart],
     places: tuple[tuple[int, int], ...],
     dtype: torch.dtype,
@@ -171,17 +186,18 @@ def build_step_attention(
     """As build_attention_metadata, for each of attention_parts.
 
     A batch without tables of groups, as before the first step, has the first group's for all.
+    views: of each part its blocks, see StepAttention.
     """
-    layer = kv_view[:, 0] if kv_view.shape[2] == 2 else latent_layer(kv_view[:, 0])
     found = []
     for at, part in enumerate(parts):
         own = {name: tensors[f"{name}_{at}"] for name in _BY_PART if f"{name}_{at}" in tensors}
         of_part = {**tensors, **own}
         if part.chunk is not None and "decode_lens" in of_part:
             tables, lens = of_part["decode_tables"], of_part["decode_lens"]
-            of_part["decode_tables"], of_part["decode_lens"] = decode_in_chunks(tables, lens, part.chunk, kv_view.shape[3])
+            of_part["decode_tables"], of_part["decode_lens"] = decode_in_chunks(tables, lens, part.chunk, views[at].shape[3])
+        layer = views[at][:, 0] if views[at].shape[2] == 2 else latent_layer(views[at][:, 0])
         found.append(build_attention_metadata(of_part, layer, part.windows, dtype, scratch))
-    return StepAttention(tuple(found), places)
+    return StepAttention(tuple(found), places, views)
 
 
 def _sink_positions(batch: Batch, retention: BatchRetention) -> IntArray:

@@ -21,7 +21,9 @@ from .experts_config import ExpertsConfig, parse_experts
 from .families.default_sizes import DEFAULT_SIZES
 from .families.family import Family, LatentFamily, QkNorm
 from .families.table import FAMILIES
+from .layer_groups import Heads
 from .layer_kinds import parse_chunks, parse_unrotated, parse_windows
+from .layer_shapes import LayerInputsConfig, parse_layers
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .recurrent.delta_config import DeltaConfig, parse_delta
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
@@ -74,6 +76,13 @@ class ModelConfig:
         has_output_gate: what each head attends to is multiplied by the sigmoid of a projection of its own.
         latent: attention is over latents; then head_dim is a slot's, of one KV head. None: over K and V.
         delta: some layers are gated delta nets, which keep a state instead of K and V. None: all are attention.
+        layer_heads: KV heads of each layer, and their size, where layers differ. (): all have num_kv_heads of head_dim.
+        kv_sources: of the last layers, which store no K and V, the layers whose they read. (): every layer stores its own.
+        keys_as_values: layers whose values are their keys, before norm and rotation.
+        has_value_norm: values are normalised in each head, without a weight.
+        has_wide_sharers: MLPs of the layers that store no K and V are twice as wide.
+        layer_inputs: each layer adds an input of its own for each token. None: it does not.
+        has_layer_scales: what each layer gives is multiplied by a number of its own.
         experts: None: every MLP is one.
         scheme: how projections are stored; None: as plain numbers.
         wrapper: the type of the model that it is the text part of; empty: it stands alone.
@@ -119,6 +128,13 @@ class ModelConfig:
     has_output_gate: bool = False
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    layer_heads: tuple[Heads, ...] = ()
+    kv_sources: tuple[int, ...] = ()
+    keys_as_values: frozenset[int] = frozenset()
+    has_value_norm: bool = False
+    has_wide_sharers: bool = False
+    layer_inputs: LayerInputsConfig | None = None
+    has_layer_scales: bool = False
     experts: ExpertsConfig | None = None
     scheme: Scheme | None = None
     wrapper: str = ""
@@ -131,12 +147,25 @@ class ModelConfig:
     @property
     def query_groups(self) -> frozenset[int]:
         """How many heads of queries there are for one of K and V, in any layer."""
-        return frozenset({self.num_heads // self.num_kv_heads})
+        return frozenset(self.num_heads // self.kv_heads(layer)[0] for layer in range(self.num_layers))
 
     @property
-    def rope_dim(self) -> int:
-        """Dimensions of a head that the rotary table is for."""
-        return self.head_dim if self.latent is None else self.latent.widths.rope
+    def num_kv_layers(self) -> int:
+        """Layers that store K and V, which come first."""
+        return self.num_layers - len(self.kv_sources)
+
+    def kv_heads(self, layer: int) -> Heads:
+        """KV heads of a layer, and the size of each."""
+        return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    def mlp_width(self, layer: int) -> int:
+        """Inner width of a layer's MLP, without experts."""
+        return self.intermediate_size * (2 if self.has_wide_sharers and layer >= self.num_kv_layers else 1)
+
+    def rotation(self, layer: int) -> tuple[RopeConfig, int]:
+        """The rope of a layer, and the dimensions of a head that its table is for."""
+        rope = self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
+        return rope, self.kv_heads(layer)[1] if self.latent is None else self.latent.widths.rope
 
     @property
     def scale(self) -> float:
@@ -210,6 +239,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads, head_dim = 1, latent.widths.latent + latent.widths.rope
     max_position = _limit_by_rope(rope, max_position, head_dim if latent is None else latent.widths.rope)
     unrotated = parse_unrotated(raw, num_layers) if family.has_unrotated_layers else frozenset[int]()
+    windows = parse_windows(raw, family, num_layers)
     qk_norm = _parse_qk_norm(raw, family)
     eps = qk_eps = number(raw, "rms_norm_eps", family.default_eps)
     if qk_norm == "unit":  # normalised behind the rotation, whose factor is then left in the eps alone
@@ -221,12 +251,10 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=count(raw, family.mlp_width),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         max_position=max(max_position, rope.max_position),
         rms_norm_eps=eps,
         rope=rope,
-        windows=parse_windows(raw, family, num_layers),
+        windows=windows,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=flag(raw, "mlp_bias") if family.mlp_bias is None else family.mlp_bias,
@@ -252,6 +280,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         scheme=parse_scheme(raw),
         wrapper=raw.get(WRAPPER, ""),
         **_parse_scales(raw, family, hidden_size, num_layers),
+        **parse_layers(raw, family, windows, num_heads, (num_kv_heads, head_dim)),
     )
 
 
@@ -311,8 +340,8 @@ def _check_activation(raw: Mapping[str, Any], family: Family) -> None:
     allowed += ["gelu"] if family.gelu_is_tanh else []
     if (activation := raw.get(family.activation_key)) is not None and activation not in allowed:
         raise UnsupportedModelError(family.activation_key, activation, ", ".join(allowed))
-    if raw.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("use_bidirectional_attention", True, "causal attention")
+    if raw.get("use_bidirectional_attention") not in (None, False, *family.two_way):
+        raise UnsupportedModelError("use_bidirectional_attention", raw["use_bidirectional_attention"], "causal attention")
 
 
 def _limit_by_rope(rope: RopeConfig, max_position: int, rope_dim: int) -> int:
@@ -327,12 +356,12 @@ def _limit_by_rope(rope: RopeConfig, max_position: int, rope_dim: int) -> int:
     return min(max_position, rope.original_max_position)
 
 
-def _parse_scales(raw: Mapping[str, Any], family: Family, hidden_size: int, num_layers: int) -> dict[str, float | None]:
+def _parse_scales(raw: Mapping[str, Any], family: Family, hidden_size: int, num_layers: int) -> dict[str, Any]:
     """Factors and bounds of what the layers compute, by their names in ModelConfig."""
     scalar = None if family.query_scalar is None else number(raw, "query_pre_attn_scalar", family.query_scalar)
     return {
         "embed_scale": _embed_scale(raw, family, hidden_size),
-        "score_scale": _multiplier(raw, family, "attention_multiplier"),
+        "score_scale": family.score_scale or _multiplier(raw, family, "attention_multiplier"),
         "residual_scale": _residual_scale(raw, family, num_layers),
         "logit_divisor": _logit_divisor(raw, family, hidden_size),
         "query_scalar": scalar,

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -25,8 +25,9 @@ from kvkeeper.kernels.types import LinearWeight
 
 from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
-from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
+from .experts import ExpertWeights, MlpWeights, Weight, apply_beside, apply_mlp
 from .latent import LatentWeights, latent_attention
+from .layer_inputs import InputWeights, LayerInputWeights, add_layer_input, make_layer_inputs
 from .recurrent.delta_layer import DeltaWeights, delta_layer
 from .rotary_table import RotaryTable
 from .split import WHOLE, Split
@@ -47,6 +48,11 @@ class LayerWeights:
         qk_norm: [N + M, D], the norm's weight for every query and key head.
         o: [H, N D]; of a gated delta net [H, Hv Dv].
         sink_logits: float32 [N], see paged_attention_decode.
+        value_norm: ones [M, D], where values are normalised.
+        own_input: what mixes in the layer's own input, at its end. scale: [1], factor of what the layer gives, behind that.
+
+    A layer that reads the K and V of another one has queries alone in qkv and qk_norm. One whose values are its keys has no
+    rows of values.
     """
 
     input_norm: torch.Tensor | None
@@ -60,19 +66,23 @@ class LayerWeights:
     sink_logits: torch.Tensor | None = None
     latent: LatentWeights | None = None
     delta: DeltaWeights | None = None
+    value_norm: torch.Tensor | None = None
+    own_input: LayerInputWeights | None = None
+    scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder.
 
-    lm_head: None on the ranks that give no logits.
+    lm_head: None on the ranks that give no logits. inputs: None where layers have no inputs of their own.
     """
 
     embed: torch.Tensor
     layers: list[LayerWeights]
     norm: torch.Tensor
     lm_head: LinearWeight | None
+    inputs: InputWeights | None = None
 
 
 class _Turn(NamedTuple):
@@ -94,16 +104,18 @@ class LayersInput(NamedTuple):
         turns: of each layer.
         metadata: of the step's attention.
         logit_rows: int64 [R], the tokens whose logits are wanted; None: all of them, in order.
+        own: [T, L, P], inputs of each layer's own; None: there are none.
     """
 
     x: torch.Tensor
     turns: tuple[_Turn, ...]
     metadata: StepAttention | StoredAttention
     logit_rows: torch.Tensor | None
+    own: torch.Tensor | None = None
 
 
-# Of the wanted tokens [R, H] what the last layer gives, and what it is to be added to.
-LayersOutput = tuple[torch.Tensor, torch.Tensor]
+# Of the wanted tokens [R, H] what the last layer gives, and what it is to be added to, if anything.
+LayersOutput = tuple[torch.Tensor, torch.Tensor | None]
 Layers = Callable[[LayersInput], LayersOutput]
 
 
@@ -131,10 +143,9 @@ class Decoder:
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0), pack))
         most = config.max_position
-        self._rotary = RotaryTable(config.rope, config.rope_dim, self.dtype, self.device, most)
-        self._local_rotary: RotaryTable | None = None
-        if config.local_rope is not None:
-            self._local_rotary = RotaryTable(config.local_rope, config.head_dim, self.dtype, self.device, most)
+        self._inputs = None if weights.inputs is None else weights.inputs.packed(lambda weight: _packed(weight, pack))
+        self._ropes = [config.rotation(layer) for layer in range(config.num_layers)]
+        self._rotaries = {rope: RotaryTable(*rope, self.dtype, self.device, most) for rope in dict.fromkeys(self._ropes)}
         # transformers rounds the factor to the model's dtype, in training too.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self.watch: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None  # for measurements: see forward
@@ -146,15 +157,13 @@ class Decoder:
         The memory that a forward pass with `max_position` below that reads stays where it is. A later one that goes farther, as
         one of a sequence with sink and window may, has larger tables beside it.
         """
-        tables = [table for table in (self._rotary, self._local_rotary) if table is not None]
-        return min(table.reserve(num_positions) for table in tables)
+        return min(table.reserve(num_positions) for table in self._rotaries.values())
 
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         max_position: int,
-        kv_view: torch.Tensor,
         metadata: StepAttention | StoredAttention,
         logit_rows: torch.Tensor | None,
         logits_out: torch.Tensor | None = None,
@@ -164,9 +173,7 @@ class Decoder:
 
         Args:
             token_ids, positions: int64 [T]; max_position is the highest of the positions.
-            kv_view: [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim], the model's dtype; where K and
-                V are stored in another format the arena of the metadata's layers.
-            metadata: of the step.
+            metadata: of the step, with views of the arena.
             logit_rows: int64 [R], the tokens whose logits are wanted; None: all of them, in order.
             logits_out: float32 [R, vocab_size], where the logits go; None: memory of their own. Not used where there are none.
             run_layers: how the layers are computed, see compute/decode_programs.py; None: one kernel after the other.
@@ -179,7 +186,10 @@ class Decoder:
         x = functional.embedding(token_ids, self._embed)
         if self._embed_scale is not None:
             x = x * self._embed_scale
-        layers, given = partial(self._run_layers, kv_view), LayersInput(x, turns, metadata, logit_rows)
+        own = None
+        if self._inputs is not None:
+            own = make_layer_inputs(token_ids, x, self._inputs, self.config.rms_norm_eps)
+        layers, given = self._run_layers, LayersInput(x, turns, metadata, logit_rows, own)
         x, residual = layers(given) if run_layers is None or self.watch is not None else run_layers(layers, given)
         if self._lm_head is None:
             return x.new_empty((len(x), 0), dtype=torch.float32)
@@ -191,24 +201,39 @@ class Decoder:
             logits = torch.tanh(logits / cap) * cap
         return logits.float() if logits_out is None else logits_out.copy_(logits)
 
-    def _run_layers(self, kv_view: torch.Tensor, given: LayersInput) -> LayersOutput:
+    def _run_layers(self, given: LayersInput) -> LayersOutput:
         eps, metadata = self.config.rms_norm_eps, given.metadata
-        x, residual = given.x, None
+        x, own = given.x, given.own
+        residual: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             if layer.delta is not None and self.config.delta is not None:
                 assert isinstance(metadata, StepAttention), "states are not stored in another format"
                 x = delta_layer(x, layer.delta, self.config.delta.shape, eps, *metadata.get_states(index))
             else:
-                of_layer, at = metadata.of_layer(index)
-                x = self._attention(index, x, layer, given.turns[index], kv_view[:, at], of_layer)
+                of_layer, kv_layer = metadata.of_layer(index)
+                x = self._attention(index, x, layer, given.turns[index], kv_layer, of_layer)
             if index + 1 == len(self._layers) and given.logit_rows is not None:  # K and V are written: the wanted rows go on
                 x, residual = x.index_select(0, given.logit_rows), residual.index_select(0, given.logit_rows)
+                own = None if own is None else own.index_select(0, given.logit_rows)
             x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
             x, residual = _add_and_norm(x, layer.post_norm, eps, residual)
-            x = self._branch(self._add_up(apply_mlp(x, layer.mlp, self._gate)), layer.mlp_out_norm)
-        assert residual is not None, "a model has layers"
+            x = self._branch(self._apply_mlp(x, residual, layer.mlp), layer.mlp_out_norm)
+            if layer.scale is not None or layer.own_input is not None:
+                x, residual = self._end_layer(x + residual, layer, None if own is None else own[:, index]), None
         return x, residual
+
+    def _apply_mlp(self, x: torch.Tensor, before: torch.Tensor, mlp: MlpWeights | ExpertWeights) -> torch.Tensor:
+        """What the MLP gives for x, which is `before` as its norm gives it."""
+        if isinstance(mlp, ExpertWeights) and mlp.beside is not None:
+            return apply_beside(x, before, mlp, mlp.beside, self._gate, self.config.rms_norm_eps, self._add_up)
+        return self._add_up(apply_mlp(x, mlp, self._gate))
+
+    def _end_layer(self, x: torch.Tensor, layer: LayerWeights, own: torch.Tensor | None) -> torch.Tensor:
+        """x with the layer's own input, and scaled."""
+        if layer.own_input is not None and own is not None:
+            x = add_layer_input(x, own, layer.own_input, self._gate, self.config.rms_norm_eps)
+        return x if layer.scale is None else x * layer.scale
 
     @property
     def gives_logits(self) -> bool:
@@ -222,16 +247,19 @@ class Decoder:
 
     def _turns(self, positions: torch.Tensor, sink_positions: torch.Tensor | None, max_position: int) -> list[_Turn]:
         """The rotation of each layer."""
-        rotation = self._rotary.rows(positions, max_position)
-        at_sinks = None if sink_positions is None else self._rotary.rows(sink_positions, max_position)
-        every = local = none = _Turn(rotation, at_sinks)
-        if self._local_rotary is not None:
-            local = _Turn(self._local_rotary.rows(positions, max_position), at_sinks)
-        if unrotated := self.config.unrotated:
-            sinks = None if at_sinks is None else _turn_nothing(at_sinks)
-            none = _Turn(_turn_nothing(rotation), sinks, self._growth(positions))
-        turns = (every if window is None else local for window in self.config.windows)
-        return [none if index in unrotated else turn for index, turn in enumerate(turns)]
+        turns: dict[Any, _Turn] = {}
+        for rope, table in self._rotaries.items():
+            at_sinks = None if sink_positions is None else table.rows(sink_positions, max_position)
+            turns[rope] = _Turn(table.rows(positions, max_position), at_sinks)
+        if not (unrotated := self.config.unrotated):
+            return [turns[rope] for rope in self._ropes]
+        still = {rope: self._still(turn, positions) for rope, turn in turns.items()}
+        return [(still if index in unrotated else turns)[rope] for index, rope in enumerate(self._ropes)]
+
+    def _still(self, turn: _Turn, positions: torch.Tensor) -> _Turn:
+        """The turn of layers that are not rotated, where that of others is this."""
+        sinks = None if turn.at_sinks is None else _turn_nothing(turn.at_sinks)
+        return _Turn(_turn_nothing(turn.rotation), sinks, self._growth(positions))
 
     def _growth(self, positions: torch.Tensor) -> torch.Tensor | None:
         """Factors of the queries of unrotated layers [T, 1, 1]."""
@@ -257,21 +285,25 @@ class Decoder:
         x: torch.Tensor,
         layer: LayerWeights,
         turn: _Turn,
-        kv_layer: torch.Tensor,
+        kv_layer: torch.Tensor | None,
         metadata: AttentionMetadata | StoredMetadata,
     ) -> torch.Tensor:
         """Heads' outputs [T, N * D], before the output projection, of layer `index`."""
         config, window = self.config, self.config.windows[index]
         rotation, at_sinks, growth = turn
         if config.latent is not None and layer.latent is not None:
-            assert isinstance(metadata, AttentionMetadata), "latents are not stored in another format"
+            assert isinstance(metadata, AttentionMetadata) and kv_layer is not None, "latents are not stored in another format"
             widths, scale = config.latent.widths, config.latent.scale
             return latent_attention(x, layer.latent, widths, scale, rotation, latent_layer(kv_layer), metadata)
         assert layer.qkv is not None, "a layer has either"
-        num_rotated = config.num_heads + config.num_kv_heads
-        qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
-        num_stored = num_rotated + config.num_kv_heads
-        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:num_stored]
+        num_kv_heads, head_dim = config.kv_heads(index)
+        num_rotated = config.num_heads + (num_kv_heads if index < config.num_kv_layers else 0)
+        qkv = linear(x, layer.qkv).unflatten(1, (-1, head_dim))
+        first_value = config.num_heads if index in config.keys_as_values else num_rotated
+        num_stored = num_rotated + num_kv_heads
+        qk, v = qkv[:, :num_rotated], qkv[:, first_value : first_value + num_kv_heads]
+        if layer.value_norm is not None:
+            v, _ = rms_norm(v, layer.value_norm, config.rms_norm_eps)
         if growth is not None:
             queries = (qk[:, : config.num_heads] * growth).to(qk.dtype)
             qk = torch.cat((queries, qk[:, config.num_heads :]), 1)
@@ -287,10 +319,15 @@ class Decoder:
                 qk, norm = rms_norm(qk, *norm)[0], None
             q_sink = rotary(qk[:, : config.num_heads], *at_sinks)
         cap = config.attention_soft_cap
-        if isinstance(metadata, StoredMetadata):
+        if index >= config.num_kv_layers:  # another layer has stored what this one reads
+            assert isinstance(metadata, AttentionMetadata) and kv_layer is not None, "refused in another format"
+            q = rotary(qk if norm is None else rms_norm(qk, *norm)[0], *rotation)
+            out = attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
+        elif isinstance(metadata, StoredMetadata):
             q = rotary_store_quantised(qk, v, *rotation, metadata.layer, metadata.slots, norm)
             out = attend_as_stored(q, metadata, config.scale, window, cap, layer.sink_logits).flatten(1)
         else:
+            assert kv_layer is not None, "of the arena"
             q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
             out = attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
         if self.watch is not None:
@@ -320,11 +357,15 @@ def _add_and_norm(
 
 
 def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> LayerWeights:
-    def packed(weight: Weight) -> Weight:
-        assert isinstance(weight, LinearWeight), "a layer is packed once"
-        return pack(weight)
-
+    packed = partial(_packed, pack=pack)
+    own_input = None if layer.own_input is None else layer.own_input.packed(packed)
     qkv = None if layer.qkv is None else packed(layer.qkv)
     latent = None if layer.latent is None else layer.latent.packed(packed)
     delta = None if layer.delta is None else layer.delta.packed(packed)
-    return dataclasses.replace(layer, qkv=qkv, latent=latent, delta=delta, o=packed(layer.o), mlp=layer.mlp.packed(packed))
+    mlp, o = layer.mlp.packed(packed), packed(layer.o)
+    return dataclasses.replace(layer, qkv=qkv, latent=latent, delta=delta, own_input=own_input, o=o, mlp=mlp)
+
+
+def _packed(weight: Weight, pack: Callable[[LinearWeight], Weight]) -> Weight:
+    assert isinstance(weight, LinearWeight), "a weight is packed once"
+    return pack(weight)

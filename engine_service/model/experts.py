@@ -5,7 +5,7 @@ product over its tokens; an expert that no token chose costs nothing. On CUDA al
 (grouped_linear), and the host waits for nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +13,10 @@ import torch
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
 from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight
+from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.types import LinearWeight
 
+from .checkpoint.destination import Destination, take_all
 from .experts_config import Routing
 
 Weight = LinearWeight | IntegerWeight
@@ -40,6 +42,21 @@ class StackedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideWeights:
+    """What experts beside an MLP need: both are added up behind norms of their own, and all take what attention gave [T, H].
+
+    mlp_norm, experts_norm: [H], of what they give; input_norm: [H], of what the experts take; router_norm: [H], of what the
+    router takes.
+    """
+
+    mlp: MlpWeights
+    mlp_norm: torch.Tensor
+    experts_norm: torch.Tensor
+    input_norm: torch.Tensor
+    router_norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The experts of a layer.
 
@@ -51,6 +68,8 @@ class ExpertWeights:
         shared_gate: [1, H], the sigmoid of whose product with a token weighs that; None: it counts as it is. It stays as the
             router does.
         stacked: kept on CUDA; None: each expert is packed by itself.
+        scales: [E], factors of what each expert gives; None: there are none.
+        beside: the MLP that they are beside; None: they are in its place.
     """
 
     router: LinearWeight
@@ -60,22 +79,28 @@ class ExpertWeights:
     shared: MlpWeights | None = None
     shared_gate: LinearWeight | None = None
     stacked: StackedExperts | None = None
+    scales: torch.Tensor | None = None
+    beside: BesideWeights | None = None
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "ExpertWeights":
         shared = None if self.shared is None else self.shared.packed(pack)
+        beside = None if self.beside is None else replace(self.beside, mlp=self.beside.mlp.packed(pack))
         if self.stacked is not None and self.stacked.gate_up.data.is_cuda:
-            return replace(self, shared=shared)
+            return replace(self, shared=shared, beside=beside)
         experts = tuple(expert.packed(pack) for expert in self.experts)
-        return replace(self, experts=experts, shared=shared, stacked=None)
+        return replace(self, experts=experts, shared=shared, beside=beside, stacked=None)
 
 
 def apply_mlp(
-    x: torch.Tensor, weights: MlpWeights | ExpertWeights, gate: Callable[[torch.Tensor], torch.Tensor]
+    x: torch.Tensor,
+    weights: MlpWeights | ExpertWeights,
+    gate: Callable[[torch.Tensor], torch.Tensor],
+    routed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, H] for x [T, H]."""
+    """[T, H] for x [T, H]. routed [T, H]: what the router takes instead of x."""
     if isinstance(weights, MlpWeights):
         return linear(gate(linear(x, weights.gate_up)), weights.down)
-    shares, chosen = route(x, weights)
+    shares, chosen = route(x if routed is None else routed, weights)
     given = None
     if weights.routing.weighs_inputs:
         given, shares = (x[:, None] * shares[..., None]).flatten(0, 1), torch.ones_like(shares)
@@ -90,6 +115,33 @@ def apply_mlp(
         return mixed
     shared = apply_mlp(x, weights.shared, gate)
     return mixed + (shared if weights.shared_gate is None else linear(x, weights.shared_gate).sigmoid() * shared)
+
+
+def apply_beside(
+    x: torch.Tensor,
+    before: torch.Tensor,
+    weights: ExpertWeights,
+    beside: BesideWeights,
+    gate: Callable[[torch.Tensor], torch.Tensor],
+    eps: float,
+    add_up: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """[T, H] of an MLP and of experts beside it: x [T, H] is `before` as the MLP takes it. add_up: over the ranks."""
+    of_mlp, _ = rms_norm(add_up(apply_mlp(x, beside.mlp, gate)), beside.mlp_norm, eps)
+    taken, routed = (rms_norm(before, norm, eps)[0] for norm in (beside.input_norm, beside.router_norm))
+    of_experts, _ = rms_norm(add_up(apply_mlp(taken, weights, gate, routed)), beside.experts_norm, eps)
+    return of_mlp + of_experts
+
+
+def beside_destinations(weights: ExpertWeights, beside: BesideWeights) -> Iterator[tuple[str, Destination]]:
+    """(name within the layer, destination), without those of MLPs. What the router takes is divided by the root of its size."""
+    assert weights.scales is not None, "they have both"
+    yield "router.per_expert_scale", take_all(weights.scales)
+    size = beside.router_norm.shape
+    yield "router.scale", Destination(beside.router_norm, tuple(size), lambda stored: stored.float() * size.numel() ** -0.5)
+    yield "post_feedforward_layernorm_1.weight", take_all(beside.mlp_norm)
+    yield "post_feedforward_layernorm_2.weight", take_all(beside.experts_norm)
+    yield "pre_feedforward_layernorm_2.weight", take_all(beside.input_norm)
 
 
 def _apply_sorted(
@@ -132,6 +184,8 @@ def route(x: torch.Tensor, weights: ExpertWeights) -> tuple[torch.Tensor, torch.
         shares = shares / shares.sum(-1, keepdim=True)
     if routing.scale != 1.0:
         shares = shares * routing.scale
+    if weights.scales is not None:
+        shares = shares * weights.scales[chosen]
     return shares.to(x.dtype), chosen
 
 

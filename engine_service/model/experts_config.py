@@ -42,6 +42,7 @@ class ExpertsConfig:
     Attributes:
         shared_size: width of the MLP that all tokens go through; 0: there is none.
         are_apart: the checkpoint has them one by one, though the family's have them together.
+        are_beside: they are beside those MLPs.
     """
 
     layers: frozenset[int]
@@ -50,16 +51,20 @@ class ExpertsConfig:
     shared_size: int
     routing: Routing
     are_apart: bool = False
+    are_beside: bool = False
 
 
 def parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsConfig | None:
     """None for a family without. Raises ModelConfigError, UnsupportedModelError."""
     if family.experts is None:
         return None
+    names = family.experts
+    if names.switch_key and not flag(raw, names.switch_key):
+        return None
     key = next((each for each in ("num_experts", "n_routed_experts") if raw.get(each) is not None), "num_local_experts")
-    num_experts, num_chosen = count(raw, key), count(raw, "num_experts_per_tok")
+    num_experts, num_chosen = count(raw, key), count(raw, names.chosen_key)
     if num_chosen > num_experts:
-        raise bad("num_experts_per_tok", f"{num_chosen} is more than {key} {num_experts}")
+        raise bad(names.chosen_key, f"{num_chosen} is more than {key} {num_experts}")
     layers = _expert_layers(raw, family.experts.routing, num_layers)
     width, shared_size = count(raw, family.experts.intermediate_key), 0
     if family.experts.shared_key:
@@ -72,6 +77,7 @@ def parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> Ex
         intermediate_size=width,
         shared_size=shared_size,
         routing=_parse_routing(raw, family.experts, num_experts, num_chosen),
+        are_beside=names.is_beside,
     )
 
 

@@ -53,4 +53,6 @@ def parse_windows(raw: Mapping[str, Any], family: Family, num_layers: int) -> tu
         raise bad("layer_types", f"must be a list of {num_layers}")
     if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
         raise UnsupportedModelError("layer type", unknown[0], "full_attention, sliding_attention")
+    if family.ends_in_full:
+        kinds = [*kinds[:-1], "full_attention"]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -15,6 +15,7 @@ def list_left_out(names: Collection[str], config: ModelConfig, *, is_first: bool
     found = unneeded(
         own.values(),
         num_layers=config.num_layers,
+        num_kv_layers=config.num_kv_layers,
         has_later_layers=family.ignores_later_layers,
         of_further_tokens=family.ignores,
         part_of=None if scheme is None else lambda name: scheme.split_name(name)[1],

@@ -9,7 +9,7 @@ from .checkpoint.errors import UnsupportedModelError
 from .checkpoint.json_file import bad, count, flag, number
 from .families.family import Family
 
-_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 _BETAS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ORIGINAL: Final = "original_max_position_embeddings"
 
@@ -18,16 +18,18 @@ _ORIGINAL: Final = "original_max_position_embeddings"
 class RopeConfig:
     """Rotary embedding: base, and how its frequencies are scaled.
 
-    `kind` is default, linear, llama3, yarn or longrope. A dynamic one is a default one up to the model's length, and the engine
-    goes no farther. `factor` belongs to linear, llama3 and yarn, original_max_position to llama3, yarn and longrope, the two
-    about low and high to llama3, magnitude to yarn and longrope, `divisors` to longrope, and the rest to yarn; `part` to all.
+    `kind` is default, linear, llama3, yarn, longrope or proportional. A dynamic one is a default one up to the model's length,
+    and the engine goes no farther. `factor` belongs to linear, llama3, yarn and proportional, original_max_position to llama3,
+    yarn and longrope, the two about low and high to llama3, magnitude to yarn and longrope, `divisors` to longrope, and the
+    rest to yarn; `part` to all.
 
     Attributes:
         beta_fast, beta_slow: turns within the original length, above and below which a frequency is kept or divided.
         is_truncated: the frequencies between are bounded by whole numbers.
         magnitude: factor of cosines and sines.
         score_magnitude: factor of queries and of keys whose rotated part alone has `magnitude`; latent attention has it.
-        part: the share of each head that is rotated, its first dimensions.
+        part: the share of each head that is rotated, its first dimensions; with proportional the first pairs of all of its
+            dimensions, which have the frequencies that they have where all of them turn.
         divisors: of each frequency, up to the original length. Beyond it longrope would rotate all keys of a sequence anew, by
             others: then no prefix could be shared, so the engine goes no farther.
     """
@@ -52,8 +54,8 @@ class RopeConfig:
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
     def rotated_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
-        return int(head_dim * self.part)
+        """How many dimensions of a head are rotated, by nothing where the rope is proportional."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.part)
 
 
 def parse_rope(raw: Mapping[str, Any], max_position: int, family: Family) -> RopeConfig:
@@ -94,7 +96,7 @@ def _parse(
     if kind not in _ROPE_KINDS:
         raise UnsupportedModelError("rope type", kind, ", ".join(_ROPE_KINDS))
     part = raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))
-    if part != 1.0 and not (may_be_part and kind in ("default", "longrope")):
+    if part != 1.0 and kind != "proportional" and not (may_be_part and kind in ("default", "longrope")):
         raise UnsupportedModelError("partial_rotary_factor", part, "1.0")
     if not isinstance(part, int | float) or not 0 < part <= 1:
         raise bad("partial_rotary_factor", f"must be above 0 and at most 1, is {part!r}")
@@ -112,6 +114,8 @@ def _parse_kind(kind: str, parameters: Mapping[str, Any], theta: float, max_posi
         return _parse_longrope(parameters, theta, max_position)
     if kind == "yarn":
         return _parse_yarn(parameters, theta, max_position)
+    if kind == "proportional":
+        return RopeConfig(theta, kind, number(parameters, "factor", 1.0))
     factor = number(parameters, "factor")
     if kind == "linear":
         return RopeConfig(theta, kind, factor)

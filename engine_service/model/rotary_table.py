@@ -21,6 +21,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     freqs = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return freqs / rope.factor
+    if rope.kind == "proportional":
+        freqs[int(rope.part * head_dim // 2) :] = 0  # as many pairs turn as are the part of the head
+        return freqs / rope.factor
     if rope.kind == "yarn":
         divided = 1.0 / (rope.factor * rope.theta**exponents)
         kept = 1 - _yarn_ramp(rope, head_dim)

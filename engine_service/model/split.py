@@ -76,10 +76,11 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
     if config.qk_norm == "whole":
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without norms over all heads")
     _check_divides(num_ranks, "attention heads", config.num_heads)
-    if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
-        raise _refused(num_ranks, f"divisors or multiples of the {config.num_kv_heads} KV heads")
+    for num_kv_heads in sorted({config.kv_heads(layer)[0] for layer in range(config.num_layers)}):
+        if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+            raise _refused(num_ranks, f"divisors or multiples of the {num_kv_heads} KV heads")
     experts = config.experts
-    if experts is None or len(experts.layers) < config.num_layers:
+    if experts is None or experts.are_beside or len(experts.layers) < config.num_layers:
         _check_divides(num_ranks, "inner width", config.intermediate_size)
     if experts is not None:
         _check_divides(num_ranks, "inner width of an expert", experts.intermediate_size)
@@ -89,6 +90,7 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
         config,
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=len(split.of_kv_heads(config.num_kv_heads)),
+        layer_heads=tuple((len(split.of_kv_heads(heads)), size) for heads, size in config.layer_heads),
         intermediate_size=config.intermediate_size // num_ranks,
         experts=experts,
     )

@@ -51,9 +51,9 @@ class StoredAttention:
     layers: tuple[StoredMetadata, ...]
     sink_positions: None = None
 
-    def of_layer(self, layer: int) -> tuple[StoredMetadata, int]:
-        """The metadata; the layer's place is in it, so the second value means nothing."""
-        return self.layers[layer], 0
+    def of_layer(self, layer: int) -> tuple[StoredMetadata, None]:
+        """The metadata, which has the layer's view of the arena in it."""
+        return self.layers[layer], None
 
 
 def count_tail_layers(layout: QuantisedLayout, tail_tokens: int) -> int:

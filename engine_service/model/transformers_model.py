@@ -77,6 +77,11 @@ class ModelShape:
     rope_parameters: str
     chunks: tuple[int | None, ...] = ()  # a model with them is served up to their size
     is_latent: bool = False  # the library's own K and V are stored, whatever they are made of
+    kv_sources: tuple[int, ...] = ()
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class _Seen:
 class _Step:
     """Where the attention of the forward pass under way finds its K and V."""
 
-    kv_view: torch.Tensor
+    kv_view: torch.Tensor  # see StepAttention
     metadata: AttentionMetadata
     windows: tuple[int | None, ...]
 
@@ -120,13 +125,12 @@ class TransformersModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         max_position: int,
-        kv_view: torch.Tensor,
         metadata: StepAttention | StoredAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """As Decoder.forward, with K and V as they are computed."""
         assert isinstance(metadata, StepAttention), "such a model is refused where K and V are stored in another format"
-        with _during(_Step(kv_view, metadata.groups[0], self.config.windows)):
+        with _during(_Step(metadata.views[0], metadata.groups[0], self.config.windows)):
             output = self._network(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows
             )

@@ -11,10 +11,11 @@ from kvkeeper.kernels.types import LinearWeight
 from .checkpoint.destination import ALL, Destination, Empty, take_all
 from .config import LatentConfig, ModelConfig
 from .decoder import DecoderWeights, LayerWeights
-from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
+from .experts import BesideWeights, ExpertWeights, MlpWeights, StackedExperts, Weight, beside_destinations
 from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .latent import LatentWeights
+from .layer_inputs import InputWeights, allocate_inputs, allocate_layer_input, input_destinations, layer_input_destinations
 from .recurrent.delta_layer import allocate_delta, delta_destinations
 from .rotary_table import rotated_order
 from .split import WHOLE, Split, config_of_rank
@@ -41,17 +42,22 @@ def allocate_weights(
         if not config.tied_embeddings:
             destinations["lm_head.weight"] = take_all(lm_head)
     for index, layer in enumerate(layers):
-        for name, destination in _layer_destinations(config, own, layer, split):
-            destinations[f"model.layers.{index}.{name}"] = destination
-    return DecoderWeights(embed, layers, norm, None if lm_head is None else LinearWeight(lm_head)), destinations
+        for name, destination in _layer_destinations(config, own, index, layer, split):
+            destinations[f"model.layers.{index}.{name.removeprefix('.')}"] = destination
+    inputs: InputWeights | None = None
+    if config.layer_inputs is not None:
+        inputs = allocate_inputs(config.layer_inputs, config.num_layers, config.hidden_size, empty)
+        destinations |= {f"model.{name}": destination for name, destination in input_destinations(inputs)}
+    return DecoderWeights(embed, layers, norm, None if lm_head is None else LinearWeight(lm_head), inputs), destinations
 
 
 def biases_added_up(weights: DecoderWeights) -> Iterator[torch.Tensor]:
     """The biases of what is added up over the ranks: one rank has to add them, and no other."""
     for layer in weights.layers:
         members: tuple[MlpWeights, ...] = (layer.mlp,) if isinstance(layer.mlp, MlpWeights) else layer.mlp.experts
-        if isinstance(layer.mlp, ExpertWeights) and layer.mlp.shared is not None:
-            members = (*members, layer.mlp.shared)
+        if isinstance(layer.mlp, ExpertWeights):
+            beside = None if layer.mlp.beside is None else layer.mlp.beside.mlp
+            members = (*members, *(each for each in (layer.mlp.shared, beside) if each is not None))
         for weight in (layer.o, *(member.down for member in members)):
             if weight.bias is not None:
                 yield weight.bias
@@ -120,8 +126,9 @@ def _allocate_mlp(config: ModelConfig, width: int, empty: Empty) -> MlpWeights:
 
 
 def _allocate_layer(config: ModelConfig, index: int, empty: Empty) -> LayerWeights:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    num_heads = config.num_heads * (2 if config.has_output_gate else 1) + 2 * config.num_kv_heads
+    hidden, (num_kv_heads, head_dim) = config.hidden_size, config.kv_heads(index)
+    num_stored = 0 if index >= config.num_kv_layers else 1 if index in config.keys_as_values else 2
+    num_heads = config.num_heads * (2 if config.has_output_gate else 1) + num_stored * num_kv_heads
 
     def projection(num_out: int, num_in: int, bias: bool) -> LinearWeight:
         return _projection(empty, num_out, num_in, bias)
@@ -138,19 +145,23 @@ def _allocate_layer(config: ModelConfig, index: int, empty: Empty) -> LayerWeigh
         qk_norm=None if is_delta else _allocate_qk_norm(config, index, empty),
         o=projection(hidden, num_outputs, config.o_bias and not is_delta),
         post_norm=None if config.norms == "after" else empty(hidden),
-        mlp=_allocate_experts(config, empty) if has_experts else _allocate_mlp(config, config.intermediate_size, empty),
+        mlp=_allocate_experts(config, index, empty) if has_experts else _allocate_mlp(config, config.mlp_width(index), empty),
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
         sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
         latent=None if latent is None else _allocate_latent(config, latent, empty),
         delta=allocate_delta(delta.shape, hidden, empty) if delta is not None and is_delta else None,
+        value_norm=empty(num_kv_heads, head_dim).fill_(1) if config.has_value_norm and num_stored else None,
+        own_input=None if config.layer_inputs is None else allocate_layer_input(config.layer_inputs, hidden, empty),
+        scale=empty(1) if config.has_layer_scales else None,
     )
 
 
 def _allocate_qk_norm(config: ModelConfig, index: int, empty: Empty) -> torch.Tensor | None:
     if config.qk_norm == "none" or (config.qk_norm == "unit" and index in config.unrotated):
         return None
-    weight = empty(config.num_heads + config.num_kv_heads, config.head_dim)
+    num_kv_heads, head_dim = config.kv_heads(index)
+    weight = empty(config.num_heads + (num_kv_heads if index < config.num_kv_layers else 0), head_dim)
     return weight.fill_(1) if config.qk_norm == "unit" else weight
 
 
@@ -168,7 +179,7 @@ def _allocate_latent(config: ModelConfig, latent: LatentConfig, empty: Empty) ->
     )
 
 
-def _allocate_experts(config: ModelConfig, empty: Empty) -> ExpertWeights:
+def _allocate_experts(config: ModelConfig, index: int, empty: Empty) -> ExpertWeights:
     """Each expert is a view of all of them, which lie in one tensor."""
     experts, stored = config.experts, FAMILIES[config.family].experts
     assert experts is not None and stored is not None, "these layers come from that family"
@@ -181,6 +192,9 @@ def _allocate_experts(config: ModelConfig, empty: Empty) -> ExpertWeights:
         return LinearWeight(weight.data[index], None if weight.bias is None else weight.bias[index])
 
     stacked = StackedExperts(stack(2 * inner, hidden), stack(hidden, inner))
+    beside: BesideWeights | None = None
+    if experts.are_beside:
+        beside = BesideWeights(_allocate_mlp(config, config.mlp_width(index), empty), *(empty(hidden) for _ in range(4)))
     return ExpertWeights(
         router=LinearWeight(empty(num, hidden), empty(num) if stored.has_bias else None),
         experts=tuple(MlpWeights(take_one(stacked.gate_up, index), take_one(stacked.down, index)) for index in range(num)),
@@ -189,11 +203,13 @@ def _allocate_experts(config: ModelConfig, empty: Empty) -> ExpertWeights:
         shared=_allocate_mlp(config, experts.shared_size, empty) if experts.shared_size else None,
         shared_gate=LinearWeight(empty(1, hidden)) if stored.shared_gate else None,
         stacked=stacked,
+        scales=None if beside is None else empty(num),
+        beside=beside,
     )
 
 
 def _layer_destinations(
-    config: ModelConfig, own: ModelConfig, layer: LayerWeights, split: Split
+    config: ModelConfig, own: ModelConfig, index: int, layer: LayerWeights, split: Split
 ) -> Iterator[tuple[str, Destination]]:
     """(name within the layer, destination) of every stored tensor. own: of the rank."""
     is_inner = layer.attention_out_norm is not None  # then the name of the norm between is that of attention's own
@@ -205,14 +221,15 @@ def _layer_destinations(
     ):
         if norm is not None:
             yield f"{name}.weight", take_all(norm)
-    head_dim, kv_heads = config.head_dim, split.of_kv_heads(config.num_kv_heads)
-    q_rows, kv_rows = _scaled(split.of(config.num_heads), head_dim), _scaled(kv_heads, head_dim)
-    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    num_kv_heads, head_dim = config.kv_heads(index)
+    q_rows, kv_rows = _scaled(split.of(config.num_heads), head_dim), _scaled(split.of_kv_heads(num_kv_heads), head_dim)
+    q_size, kv_size = config.num_heads * head_dim, num_kv_heads * head_dim
     stored = [
         ("self_attn.q_proj", q_size, q_rows),
         ("self_attn.k_proj", kv_size, kv_rows),
         ("self_attn.v_proj", kv_size, kv_rows),
     ]
+    stored = stored[:1] if index >= config.num_kv_layers else stored[:2] if index in config.keys_as_values else stored
     if config.latent is not None and layer.latent is not None:
         yield from _latent_destinations(config, config.latent, layer.latent)
         yield from _by_inputs(layer.o, "self_attn.o_proj", *_whole_range(config.num_heads * config.latent.widths.value))
@@ -232,11 +249,17 @@ def _layer_destinations(
         yield from _by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
     if layer.sink_logits is not None:
         yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=_rows(split.of(config.num_heads)))
-    yield from _mlp_destinations(config, layer.mlp, split)
+    yield from _mlp_destinations(config, index, layer.mlp, split)
+    if layer.own_input is not None:
+        yield from layer_input_destinations(layer.own_input)
+    if layer.scale is not None:
+        yield "layer_scalar", take_all(layer.scale)
     if layer.qk_norm is not None and config.qk_norm != "unit":
         for name, part in (("q_norm", layer.qk_norm[: own.num_heads]), ("k_norm", layer.qk_norm[own.num_heads :])):
+            if len(part) == 0:
+                continue
             is_whole = config.qk_norm == "whole"  # otherwise one stored weight is for all heads of a kind
-            yield f"self_attn.{name}.weight", take_all(part.flatten()) if is_whole else Destination(part, (config.head_dim,))
+            yield f"self_attn.{name}.weight", take_all(part.flatten()) if is_whole else Destination(part, (head_dim,))
 
 
 def _stored_alone(qkv: Weight, config: ModelConfig) -> LinearWeight:
@@ -264,9 +287,14 @@ def _in_turn(dims: int, stored: torch.Tensor) -> torch.Tensor:
     return stored.unflatten(0, (-1, 2, dims))
 
 
-def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, split: Split) -> Iterator[tuple[str, Destination]]:
-    names, width = ("gate_proj", "up_proj", "down_proj"), config.intermediate_size
+def _mlp_destinations(
+    config: ModelConfig, index: int, mlp: MlpWeights | ExpertWeights, split: Split
+) -> Iterator[tuple[str, Destination]]:
+    names, width = ("gate_proj", "up_proj", "down_proj"), config.mlp_width(index)
     members = {FAMILIES[config.family].mlp: mlp} if isinstance(mlp, MlpWeights) else {}
+    if isinstance(mlp, ExpertWeights) and mlp.beside is not None:
+        yield from _mlp_destinations(config, index, mlp.beside.mlp, split)
+        yield from beside_destinations(mlp, mlp.beside)
     if isinstance(mlp, ExpertWeights):
         stored = FAMILIES[config.family].experts
         assert stored is not None and config.experts is not None, "these layers come from that family"

@@ -1,6 +1,7 @@
 """A mapped arena as torch sees it: the blocks of a rank on its device, and its shares of the blocks of the host tier."""
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -36,9 +37,11 @@ def make_packing(layout: KvLayout | QuantisedLayout, host_format: str) -> HostBl
     if isinstance(layout, QuantisedLayout):
         assert layout.kv_format.dtype is not None and not layout.kv_format.scale_bytes, "blocks with scales stay as they are"
         dtype = layout.kv_format.dtype
-    return HostBlocks(
-        layout.num_layers * 2, layout.block_size, layout.num_kv_heads, layout.head_dim, dtype, FORMATS[host_format]
-    )
+    sides = layout.num_layers * 2, layout.block_size, layout.num_kv_heads, layout.head_dim
+    if isinstance(layout, KvLayout) and layout.others:  # no block names its group, so they have one way
+        head_dim = math.gcd(layout.head_dim, *(shape.head_dim for shape in layout.others))
+        sides = 1, 1, layout.block_bytes // (layout.dtype.itemsize * head_dim), head_dim
+    return HostBlocks(*sides, dtype, FORMATS[host_format])
 
 
 def packing_fields(packing: HostBlocks | None) -> dict[str, Any] | None:

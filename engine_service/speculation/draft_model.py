@@ -6,6 +6,7 @@ resumption has to be reported to it. Guessing pays for few sequences at once, so
 place gets no guesses.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,9 +25,9 @@ _CHUNK = 512  # tokens of one sequence in one forward pass
 
 @dataclass(slots=True)
 class _Place:
-    """Where one sequence's K and V are: block_table [max_blocks]; good for the tokens computed."""
+    """Where one sequence's K and V are: tables [groups of layers, max_blocks]; good for the tokens computed."""
 
-    block_table: Int32Array
+    tables: Int32Array
     row: int | None = None
     computed: Int32Array = field(default_factory=lambda: NO_TOKENS)  # tokens whose K and V are there
     last_use: int = 0
@@ -40,12 +41,12 @@ class DraftModel:
     def __init__(self, model: ServedModel, max_len: int) -> None:
         layout = model.layout(_BLOCK_SIZE)
         max_blocks = -(-max_len // _BLOCK_SIZE)
-        num_bytes = (1 + _NUM_PLACES * max_blocks) * layout.block_bytes
+        shape = _NUM_PLACES, max(len(model.groups), 1), max_blocks
+        num_bytes = (1 + math.prod(shape)) * layout.block_bytes
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=model.device)
         self._runner: Runner = model.make_runner(layout.view(memory), layout)
         self._model, self._max_len = model, max_len
-        blocks = np.arange(1, 1 + _NUM_PLACES * max_blocks, dtype=np.int32).reshape(_NUM_PLACES, max_blocks)
-        self._places = [_Place(table) for table in blocks]
+        self._places = [_Place(tables) for tables in np.arange(1, 1 + math.prod(shape), dtype=np.int32).reshape(shape)]
         self._num_calls = 0
 
     def make_ready(self) -> None:
@@ -97,20 +98,25 @@ class DraftModel:
         counts = np.array([chunks[row] for row in asked], np.int32)
         seq_lens = np.array(starts, np.int32) + counts
         positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, seq_lens.tolist(), strict=True)])
-        tables = np.stack([place.block_table for place, _ in asked.values()])
+        width = -(-int(seq_lens.max()) // _BLOCK_SIZE)
+        tables = np.stack([place.tables[:, :width] for place, _ in asked.values()])
         owners = np.repeat(np.arange(len(counts)), counts)
+        blocks = tables[owners, :, positions // _BLOCK_SIZE].T.astype(np.int64)
+        slots = blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE  # [groups, tokens]
         query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         batch = Batch(
             token_ids=np.concatenate(
                 [tokens[start:end] for (_, tokens), start, end in zip(asked.values(), starts, seq_lens.tolist(), strict=True)]
             ).astype(np.int64),
             positions=positions,
-            slot_mapping=tables[owners, positions // _BLOCK_SIZE].astype(np.int64) * _BLOCK_SIZE + positions % _BLOCK_SIZE,
+            slot_mapping=slots[0],
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_tables=tables[:, : -(-int(seq_lens.max()) // _BLOCK_SIZE)],
+            block_tables=np.ascontiguousarray(tables[:, 0]),
             logit_rows=(query_start_loc[1:] - 1).astype(np.int64),
             logit_start_loc=np.arange(len(counts) + 1, dtype=np.int32),
+            group_tables=tables[:, 1:] if len(slots) > 1 else None,
+            group_slots=slots[1:] if len(slots) > 1 else None,
         )
         logits = self._runner.forward(batch)
         for (place, tokens), end in zip(asked.values(), seq_lens.tolist(), strict=True):

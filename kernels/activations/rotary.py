@@ -3,6 +3,8 @@
 import torch
 
 from ..checks import on_cuda, require
+from ..cpu import compiled
+from ..cpu.rows import rotary as compiled_rotary
 
 _OP = "rotary"
 
@@ -27,6 +29,8 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         from ..gpu import rotary as gpu
 
         return gpu.rotary(x, cos, sin)
+    if compiled.serves(x) and x.stride(1) == x.shape[2] and cos.is_contiguous() and sin.is_contiguous():
+        return compiled_rotary(x, cos, sin)
     swapped = x.roll(x.shape[2] // 2, 2)
     return torch.mul(x, cos.unsqueeze(1)).addcmul_(swapped, sin.unsqueeze(1))
 

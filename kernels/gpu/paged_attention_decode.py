@@ -390,7 +390,7 @@ def paged_attention_decode(
             T=tile_tokens(head_dim),
             COMPUTE=COMPUTE_TYPES[q.dtype],
             num_warps=8,
-            num_stages=3 if dims <= 128 else 5,
+            num_stages=5 if dims == 256 else 3,
         )
     if work is not None:
         merge_items(part, lse, work.runs, out, num_own=num_own, shared=shared)

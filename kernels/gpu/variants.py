@@ -33,7 +33,10 @@ def prefill_shape(num_tokens: int, num_seqs: int, group: int, dims: int, *, is_p
     multiprocessor, and large ones for heads of 128 where sequences have many tokens, without a window or capped scores
     (is_plain), whose registers would spill. Beyond, as many rows as two groups of four warps multiply at once; half of them
     where each sequence has few, and, over as many warps, where a row has both caps and sinks (is_crowded), for the same reason.
+    Beyond 256, half of them always, and tiles of half as many keys: what a program holds grows with the head.
     """
+    if dims > 256:
+        return PrefillShape(max(_FEW_QUERIES, power_of_2(group)), 16, 8, 5)
     if dims > 128:
         is_half = is_crowded or num_tokens * group <= _FEW_QUERIES * num_seqs
         rows = max(_FEW_QUERIES if is_half else _MANY_QUERIES, power_of_2(group))

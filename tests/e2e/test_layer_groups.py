@@ -11,7 +11,7 @@ from kvkeeper.engine_service.config import EngineConfig
 from tests.e2e.test_disk_tier import stored
 from tests.e2e.test_roles import start_pair
 from tests.e2e.test_take_over import take_over
-from tests.support.models.tiny_models import TinyModel, build_model_folder, random_tokens
+from tests.support.models.tiny_models import TinyModel, build_model_folder, random_tokens, tiny_model
 from tests.support.processes.service_pair import Output, Services, generate, services
 from tests.support.remote.redis_server import RedisServer
 from tests.support.slices import todays
@@ -27,6 +27,12 @@ SAMPLED = Sampling(temperature=1.0, seed=7)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(tmp_path_factory.mktemp("model"), HYBRID)
+
+
+@pytest.fixture(scope="module", params=[HYBRID, tiny_model("gemma4_e2b")], ids=lambda kind: kind.name)
+def either_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose groups have blocks of one shape, or of several."""
+    return build_model_folder(tmp_path_factory.mktemp("model"), request.param)
 
 
 def model_of(folder: Path, *, groups: bool) -> ServedModel:
@@ -74,8 +80,8 @@ async def test_groups_change_no_token(folder: Path, num_blocks: int, options: di
     assert num_blocks > 90 or sum(each.usage.num_preemptions for each in grouped) > 0
 
 
-async def test_a_sequence_moves_between_engines_with_the_tables_of_all_groups(world: Services, folder: Path) -> None:
-    model = model_of(folder, groups=True)
+async def test_a_sequence_moves_between_engines_with_the_tables_of_all_groups(world: Services, either_folder: Path) -> None:
+    model = model_of(either_folder, groups=True)
     await world.start_cache(num_blocks=600)
     helper, decoder, client = await start_pair(world, model)
     outputs = await asyncio.gather(*(generate(client, prompt, 24) for prompt in PROMPTS))
@@ -93,17 +99,18 @@ async def test_a_sequence_moves_between_engines_with_the_tables_of_all_groups(wo
     assert (await world.pool()).num_hand_offs == len(PROMPTS) + 1
     assert taker.engine.stats.num_prefill_tokens < len(PROMPTS[3]), "the blocks came along"
     assert moved.token_ids == outputs[3].token_ids
-    alone = await world.start_engine(model_of(folder, groups=False))
+    alone = await world.start_engine(model.whole or model)
     client = await world.client(alone)
     assert [(await generate(client, prompt, 24)).token_ids for prompt in PROMPTS] == [each.token_ids for each in outputs]
 
 
 async def test_prompts_that_left_the_host_tier_come_from_the_disk_by_group(
-    world: Services, folder: Path, tmp_path: Path
+    world: Services, either_folder: Path, tmp_path: Path
 ) -> None:
     sizes = {"num_blocks": 60, "num_host_blocks": 61, "disk_memory": 16 << 20, "num_pools": 1}
     await world.start_cache(**sizes, disk_path=tmp_path / "disk")
-    client = await world.client(await world.start_engine(model_of(folder, groups=True)))
+    model = model_of(either_folder, groups=True)
+    client = await world.client(await world.start_engine(model))
     prompts = [random_tokens(50, seed=100 + number) for number in range(6)]
     first = [(await generate(client, prompt, 8)).token_ids for prompt in prompts]
     await stored(world)
@@ -112,18 +119,18 @@ async def test_prompts_that_left_the_host_tier_come_from_the_disk_by_group(
         assert [output.token_ids for output in outputs] == first
         await stored(world)
     pool = await world.pool()
-    assert len(pool.pool.spec.groups) == 3
+    assert len(pool.pool.spec.groups) == len(model.groups) > 1
     assert pool.num_disk_hit_blocks > 10
     assert sum(output.usage.cached_tokens for output in outputs) > 100
 
 
 async def test_a_second_service_finds_in_the_server_what_each_group_of_the_first_has_stored(
-    world: Services, folder: Path, tmp_path: Path
+    world: Services, either_folder: Path, tmp_path: Path
 ) -> None:
     server = RedisServer(tmp_path)
     sizes = {"num_blocks": 60, "num_host_blocks": 61, "num_pools": 1, "remote_admit": "all", "remote_deadline": 10.0}
     flags = {**sizes, "remote": server.address, "remote_secret": server.secret()}
-    model, prompts = model_of(folder, groups=True), [random_tokens(50, seed=100 + number) for number in range(6)]
+    model, prompts = model_of(either_folder, groups=True), [random_tokens(50, seed=100 + number) for number in range(6)]
     client = await world.serve(model, cache=flags)
     first = [(await generate(client, prompt, 8)).token_ids for prompt in prompts * 2]
     while (pool := await world.pool()).num_queued_remote_blocks:  # each turn is a call to the service

@@ -63,6 +63,9 @@ class Lessons:
         "phi3_longrope_partial",
         "gemma2",
         "gemma3",
+        "gemma4_e2b",
+        "gemma4_12b",
+        "gemma4_26b",
         "qwen2_window",
         "gpt_oss",
         "llama4",
@@ -151,7 +154,7 @@ async def open_class(world: Services, lessons: Lessons, client: AsyncCacheClient
 
 @pytest.mark.parametrize("chunk_size", [1, 7, BLOCK_SIZE, 64])
 async def test_chunks_hits_and_forks(world: Services, lessons: Lessons, chunk_size: int) -> None:
-    await world.start_cache(num_blocks=400)
+    await world.start_cache(num_blocks=200 * max(2, len(lessons.model.groups)))
     pupil = await open_class(world, lessons, await world.cache_client(), chunk_size=chunk_size)
     everything = range(len(PROMPT_LENS))
     cold = await pupil.teach(everything, n=NUM_CONTINUATIONS)
@@ -176,7 +179,7 @@ async def test_preemptions(world: Services, lessons: Lessons) -> None:
 
 
 async def test_a_second_engine_hits_and_its_logits_are_the_same(world: Services, lessons: Lessons) -> None:
-    await world.start_cache(num_blocks=400)
+    await world.start_cache(num_blocks=200 * max(2, len(lessons.model.groups)))
     client = await world.cache_client()
     first, second = await open_class(world, lessons, client), await open_class(world, lessons, client)
     await first.teach([6, 7, 8])

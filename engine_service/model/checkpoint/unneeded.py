@@ -12,6 +12,7 @@ EMBEDDINGS: Final = "model.embed_tokens."
 _FREQUENCIES: Final = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _FURTHER: Final = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # joins the embedding of a further token to a hidden state
+_KV: Final = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
 _ROUNDING: Final = frozenset(
     ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_scale")
 )
@@ -21,6 +22,7 @@ def unneeded(
     names: Collection[str],
     *,
     num_layers: int,
+    num_kv_layers: int,
     has_later_layers: bool,
     of_further_tokens: str,
     part_of: Callable[[str], str] | None,
@@ -29,12 +31,17 @@ def unneeded(
     """The names of the tensors that are left out, each with the reason.
 
     Args:
+        num_kv_layers: layers that store K and V, which come first.
         has_later_layers: whether layers behind the last one may predict further tokens.
         of_further_tokens: what the names of tensors begin with that do so by themselves; empty: there are none.
         part_of: of a quantised checkpoint, which part of a stored weight a tensor of this name is.
         is_first: whether the rank is the first one, which gives the logits.
     """
     found = {name: "follows from config.json" for name in names if _FREQUENCIES.fullmatch(name)}
+    if num_kv_layers < num_layers:
+        sharing = {name: int(match[1]) for name in names if (match := _KV.match(name))}
+        reason = "its layer reads the K and V of another one"
+        found |= {name: reason for name, layer in sharing.items() if num_kv_layers <= layer < num_layers}
     if of_further_tokens:
         found |= {name: "predicts further tokens" for name in names if name.startswith(of_further_tokens)}
     if has_later_layers:

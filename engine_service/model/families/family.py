@@ -92,6 +92,9 @@ class ExpertNames:
         shared: name of the MLP in the block that all tokens go through; "": none. default_shared: of n_shared_experts.
         shared_key: the field of config.json with its width; "": it is n_shared_experts times an expert's.
         shared_gate: name of what weighs it by the sigmoid of one product; "": it counts as it is.
+        switch_key: the field of config.json that says whether there are any; "": there are.
+        chosen_key: the field of config.json with how many a token has.
+        is_beside: they are beside an MLP, in the layer itself, with norms of their own and a factor for each.
     """
 
     block: str
@@ -105,6 +108,9 @@ class ExpertNames:
     default_shared: int = 1
     shared_key: str = ""
     shared_gate: str = ""
+    switch_key: str = ""
+    chosen_key: str = "num_experts_per_tok"
+    is_beside: bool = False
     routing: RoutingRule = RoutingRule()
 
 
@@ -134,6 +140,16 @@ class Family:
         has_norm_offset: norms multiply by 1 + weight.
         has_output_gate: what each head attends to is weighed by a sigmoid, whose inputs are projected beside its queries.
         query_scalar: default of query_pre_attn_scalar; None: the family has none.
+        score_scale: factor of the scores; None: it follows from the size of the heads.
+        two_way: values of use_bidirectional_attention with which text is read causally, as it is everywhere else.
+        ends_in_full: the last layer reads all tokens, whatever config.json says of it.
+        full_head_dim: layers without a window have heads of their own, as many and as large as config.json says. That is the
+            default of global_head_dim; None: all layers have the same.
+        shares_kv: the last num_kv_shared_layers layers read the K and V of the last layer of their kind before them, and
+            use_double_wide_mlp makes their MLPs twice as wide.
+        has_value_norm: values are normalised in each head, without a weight.
+        layer_input: each layer adds an input of its own; the default of hidden_size_per_layer_input. None: it does not.
+        has_layer_scales: what each layer gives is multiplied by a stored number.
         soft_caps: defaults, of scores and of logits; None: the family has none.
         local_theta: windows have a rope of their own, with this base by default.
         default_rope: the rope_parameters of a config.json without any; None: plain ones.
@@ -175,6 +191,14 @@ class Family:
     has_norm_offset: bool = False
     has_output_gate: bool = False
     query_scalar: float | None = None
+    score_scale: float | None = None
+    two_way: tuple[str, ...] = ()
+    ends_in_full: bool = False
+    full_head_dim: int | None = None
+    shares_kv: bool = False
+    has_value_norm: bool = False
+    layer_input: int | None = None
+    has_layer_scales: bool = False
     soft_caps: tuple[float | None, float | None] | None = None
     local_theta: float | None = None
     default_theta: float = 10_000.0
@@ -215,7 +239,12 @@ class Family:
             "pairs side by side and heads that are rotated in part": self.pairs_sides and self.has_partial_rope,
             "a rope of windows and heads that are rotated in part": self.local_theta and self.has_partial_rope,
             "an output gate and one tensor for queries, keys and values": self.has_output_gate and self.is_fused,
-            "two factors of scores": self.query_scalar and self.has_multipliers,
+            "two factors of scores": sum(map(bool, (self.query_scalar, self.has_multipliers, self.score_scale))) > 1,
+            "heads of several shapes and other kinds of heads": self.full_head_dim
+            and (self.latent or self.delta or any(of_heads[:3]) or self.has_partial_rope or self.qk_norm == "whole"),
+            "shared K and V and other kinds of layers": self.shares_kv and (self.latent or self.delta or self.has_chunks),
+            "inputs or scales of layers and norms behind them alone": (self.layer_input or self.has_layer_scales)
+            and self.norms == "after",
             "two factors of embeddings": sum(embed_scales) > 1,
         }
         if found := [what for what, are_both in apart.items() if are_both]:

@@ -18,6 +18,28 @@ _QWEN3_5 = Family(
     delta=DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4, is_mixed=False),
 )
 
+_GEMMA4 = Family(
+    scales_embeddings=True,
+    activation="gelu_tanh",
+    activation_key="hidden_activation",
+    two_way=("vision",),
+    is_tied=True,
+    head_dim=256,
+    full_head_dim=512,
+    windows="in_turn",
+    full_every=6,
+    ends_in_full=True,
+    shares_kv=True,
+    score_scale=1.0,
+    soft_caps=(None, None),
+    norms="both",
+    qk_norm="head",
+    has_value_norm=True,
+    has_layer_scales=True,
+    local_theta=10_000.0,
+    default_rope={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+)
+
 FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_v2": Family(
         mlp_bias=None,
@@ -97,6 +119,23 @@ FAMILIES: Final[Mapping[str, Family]] = {
         local_theta=10_000.0,
         default_theta=1_000_000.0,
     ),
+    "gemma4_text": replace(
+        _GEMMA4,
+        default_window=512,
+        layer_input=256,
+        experts=ExpertNames(
+            "",
+            _EACH,
+            always_renormalises=True,
+            intermediate_key="moe_intermediate_size",
+            router="router.proj",
+            form="outputs_first",
+            switch_key="enable_moe_block",
+            chosen_key="top_k_experts",
+            is_beside=True,
+        ),
+    ),
+    "gemma4_unified_text": replace(_GEMMA4, default_window=1024),
     "glm4_moe_lite": Family(
         needs_kv_heads=False,
         default_eps=1e-5,

@@ -94,6 +94,34 @@ _DELTA = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 40,
 }
+# The released Gemma 4, each scaled down by its own ratios: heads of full layers are twice as large, and fewer;
+# the patterns of kinds, sharing, and what a form has besides are kept.
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA4 = {
+    "rms_norm_eps": 0.01,
+    "sliding_window": 8,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_E2B = _GEMMA4 | {
+    "num_hidden_layers": 6,
+    "layer_types": [_SLIDING, _SLIDING, _FULL] * 2,
+    "num_kv_shared_layers": 3,
+    "num_key_value_heads": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+}
+_GEMMA4_31B = _GEMMA4 | {
+    "num_hidden_layers": 7,
+    "layer_types": [*[_SLIDING] * 5, _FULL, _FULL],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+}
 
 
 # Released shapes of Qwen3.5, scaled down: as many heads of queries for one of keys, and of values for one of keys, and the same
@@ -235,6 +263,23 @@ TINY_MODELS = (
     TinyModel("gemma", "Gemma"),
     TinyModel("gemma2", "Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
     TinyModel("gemma3", "Gemma3Text", {"sliding_window": 8, "sliding_window_pattern": 2}),
+    TinyModel("gemma4_e2b", "Gemma4Text", _GEMMA4_E2B),
+    TinyModel("gemma4_e4b", "Gemma4Text", _GEMMA4_E2B | {"num_key_value_heads": 2, "use_double_wide_mlp": False}),
+    TinyModel("gemma4_12b", "Gemma4UnifiedText", _GEMMA4_31B | {"num_hidden_layers": 6, "layer_types": None}),
+    TinyModel(
+        "gemma4_26b",
+        "Gemma4Text",
+        _GEMMA4_31B
+        | {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+        },
+    ),
+    TinyModel("gemma4_31b", "Gemma4Text", _GEMMA4_31B),
 )
 
 
@@ -262,8 +307,12 @@ def randomise(network: Any, family: str) -> None:
     has_offset = family.lower().replace("_", "").startswith(_WITH_DELTA)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if name.endswith(("bias", "sinks")):
+            if name.endswith("scale"):  # of a router's input, and of each expert
+                parameter.normal_(1, 0.2)
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.1)
+            elif name.endswith("q_norm.weight") and family.lower().startswith("gemma4"):  # the factor of its scores is in it
+                parameter.normal_(0.15, 0.03)
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, 0)  # the library's own are forgotten within a token or two, so that no state shows
             elif "norm" in name:
@@ -272,6 +321,8 @@ def randomise(network: Any, family: str) -> None:
         for name, buffer in network.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(0.8, 0.1)
 
 
 def write_v4_config(folder: Path) -> None:
@@ -303,7 +354,8 @@ def choose_all_experts(folder: Path) -> None:
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     if num_experts := next((raw[key] for key in keys if raw.get(key) is not None), 0):
         groups = {"topk_group": raw["n_group"]} if raw.get("n_group") else {}
-        path.write_text(json.dumps(raw | {"num_experts_per_tok": num_experts} | groups))
+        chosen = "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"
+        path.write_text(json.dumps(raw | {chosen: num_experts} | groups))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
-from kvkeeper.engine_service.compute.stored_model import has_states, state_groups
+from kvkeeper.engine_service.compute.stored_model import has_states, kv_groups, state_groups
 from kvkeeper.engine_service.model.decoder import Decoder
 from tests.support.models.tiny_models import NumericsCase
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
@@ -16,13 +16,17 @@ class HandTables:
     """Computes the cases of a model on an arena that is NaN wherever nothing was written, with shuffled block ids.
 
     Recurrent groups have a page of each checkpoint and of the last entry alone. A hit or a fork ends at a checkpoint there.
+    Other groups have as many blocks as the first.
     """
 
-    def __init__(self, model, block_size, num_blocks=200, fill=float("nan"), checkpoint_blocks=1):
+    def __init__(self, model, block_size, num_blocks=1600, fill=float("nan"), checkpoint_blocks=1):
         self.block_size = block_size
         is_recurrent = isinstance(model, Decoder) and has_states(model.config)
         groups = state_groups(model, block_size, checkpoint_blocks) if is_recurrent else ()
-        self.checkpoint_blocks, self.num_state_groups = checkpoint_blocks, max(len(groups) - 1, 0)
+        if isinstance(model, Decoder) and model.config.layer_heads:
+            groups = kv_groups(model.config)
+        self.checkpoint_blocks, self.num_more_groups = checkpoint_blocks, max(len(groups) - 1, 0)
+        self.num_state_groups = self.num_more_groups if is_recurrent else 0
         layout = make_kv_layout(model.config, model.dtype, block_size, groups)
         self.view = layout.view(torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)).fill_(fill)
         self.fill = fill
@@ -35,24 +39,27 @@ class HandTables:
 
     def table_for(self, case: NumericsCase, parent_tables):
         """The tables that the case starts with, [groups, blocks], and how many of its tokens are in the cache already."""
-        table, shared = [], max(case.hit_len, case.fork_len)
+        shared = max(case.hit_len, case.fork_len)
         if self.num_state_groups:
             shared -= shared % (self.checkpoint_blocks * self.block_size)
-        if shared:
-            table = list(parent_tables[0, : -(-shared // self.block_size)])
+        tables = np.zeros((1 + self.num_more_groups, -(-len(case.tokens) // self.block_size)), np.int32)
+        num_shared = -(-shared // self.block_size)
+        for group in range(1 + self.num_more_groups - self.num_state_groups):
+            table = list(parent_tables[group, :num_shared]) if shared else []
             if shared % self.block_size:  # copy-on-write of the partial tail
                 (own,) = self.take(1)
                 self.runner.copy_blocks([(table[-1], own)])
                 table[-1] = own
-                self.num_copies += 1
-        tables = np.zeros((1 + self.num_state_groups, -(-len(case.tokens) // self.block_size)), np.int32)
-        tables[0] = table + self.take(tables.shape[1] - len(table))
+                self.num_copies += group == 0
+            tables[group] = table + self.take(tables.shape[1] - len(table))
         if shared and self.num_state_groups:
-            tables[1:, len(table) - 1] = parent_tables[1:, len(table) - 1]
+            tables[1:, num_shared - 1] = parent_tables[1:, num_shared - 1]
         return tables, shared
 
     def grant_states(self, tables, first, end):
         """Pages for a step that computes tokens [first, end): of the checkpoints, and of the last entry."""
+        if not self.num_state_groups:
+            return
         for entry in range(first // self.block_size, (end - 1) // self.block_size + 1):
             if self.is_checkpoint(entry) or entry == (end - 1) // self.block_size:
                 for table in tables[1:]:
@@ -61,7 +68,7 @@ class HandTables:
     def take_back_states(self, tables, first, end):
         """The page that a step on tokens [first, end) has read, where it is no checkpoint and the state is in another."""
         entry = (first - 1) // self.block_size
-        if first and entry < (end - 1) // self.block_size and not self.is_checkpoint(entry):
+        if self.num_state_groups and first and entry < (end - 1) // self.block_size and not self.is_checkpoint(entry):
             for table in tables[1:]:
                 self.view[table[entry]] = self.fill
                 self.free.append(int(table[entry]))
@@ -73,10 +80,10 @@ class HandTables:
     def batch_of(self, rows, tables):
         """rows with the tables of their groups."""
         batch = build_batch(rows, self.block_size)
-        if not self.num_state_groups:
+        if not self.num_more_groups:
             return batch
         width = batch.block_tables.shape[1]
-        group_tables = np.zeros((len(rows), self.num_state_groups, width), np.int32)
+        group_tables = np.zeros((len(rows), self.num_more_groups, width), np.int32)
         for of_row, own in zip(group_tables, tables, strict=True):
             of_row[:, : own.shape[1]] = own[1:, :width]
         row_of_token = np.repeat(np.arange(len(rows)), np.diff(batch.query_start_loc))

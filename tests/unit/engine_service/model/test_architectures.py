@@ -39,6 +39,8 @@ torch.set_num_threads(1)
 # What the library's own path says of native families that it cannot serve.
 ONLY_NATIVE = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), "of one shape"),
+    "gemma4_text": "of one shape",
+    "gemma4_unified_text": "of one shape",
     "gpt_oss": "plain attention",
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "a state of their own"),
 }

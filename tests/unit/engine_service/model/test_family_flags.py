@@ -269,7 +269,10 @@ APART: dict[str, dict[str, Any]] = {
     "pairs side by side and heads that are rotated in part": {"pairs_sides": True, "has_partial_rope": True},
     "a rope of windows and heads that are rotated in part": {"local_theta": 1e4, "has_partial_rope": True},
     "an output gate and one tensor for": {"has_output_gate": True, "is_fused": True},
-    "two factors of scores": {"query_scalar": 8, "has_multipliers": True},
+    "two factors of scores": {"query_scalar": 8, "score_scale": 1.0},
+    "heads of several shapes and other kinds of heads": {"full_head_dim": 16, "has_output_gate": True},
+    "shared K and V and other kinds of layers": {"shares_kv": True, "has_chunks": True},
+    "inputs or scales of layers and norms": {"has_layer_scales": True, "norms": "after"},
     "two factors of embeddings": {"scales_embeddings": True, "has_depth_scales": True},
 }
 

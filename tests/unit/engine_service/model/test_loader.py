@@ -61,7 +61,7 @@ def change_weights(folder, change):
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gemma4")])  # of which there is one style
 def test_both_config_styles_mean_the_same(name, tmp_path):
     folder = build_model_folder(tmp_path, MODELS[name])
     newer = read_model_config(folder)
@@ -146,8 +146,8 @@ def test_what_is_missing_is_named(folder, tmp_path):
         ({"model_type": None, "architectures": ["Odd"]}, UnsupportedModelError, "Odd"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "gelu"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, UnsupportedModelError, "proportional"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "proportional"}}, UnsupportedModelError, "proportional"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, UnsupportedModelError, "axial"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "axial"}}, UnsupportedModelError, "axial"),
         ({"rope_parameters": LONGROPE | {"short_factor": None}}, ModelConfigError, "short_factor"),
         ({"rope_parameters": LONGROPE | {"short_factor": [1.0] * 7}}, ModelConfigError, "must have 8 numbers, has 7"),
         ({"rope_parameters": LONGROPE | {"short_factor": [0] * 8}}, ModelConfigError, "short_factor"),

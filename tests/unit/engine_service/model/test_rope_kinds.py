@@ -25,10 +25,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 16,
     },
     "longrope": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "proportional": {"factor": 1.5},
 }
 _TYPES = {model.family: model for model in reversed(TINY_MODELS)}  # the first of each family
 FIRST = {  # by model type, of which the library's classes have other names
     "gemma3_text": "Gemma3Text",
+    "gemma4_text": "Gemma4Text",
+    "gemma4_unified_text": "Gemma4UnifiedText",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "glm4_moe_lite": "Glm4MoeLite",
@@ -43,7 +46,11 @@ FIRST = {  # by model type, of which the library's classes have other names
 WITH_DELTA = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 PHI3 = ("default", "longrope")  # the library's own check refuses it the others
 CASES = [(family, kind, 1.0) for family in FAMILIES for kind in (PHI3 if family == "phi3" else KINDS)]
+CASES = [
+    case for case in CASES if case[:2] not in (("gemma4_text", "longrope"), ("gemma4_unified_text", "longrope"))
+]  # likewise
 CASES += [("phi3", kind, 0.75) for kind in PHI3]
+CASES += [(family, "proportional", part) for family in ("gemma4_text", "llama") for part in (0.25, 0.3)]
 
 
 @pytest.mark.parametrize(("model_type", "kind", "part"), CASES)
@@ -59,8 +66,8 @@ def test_a_kind_of_rope_is_that_of_transformers(model_type, kind, part, tmp_path
         changes["layer_types"] = ["full_attention"]
     if kind == "longrope":
         rope |= {"short_factor": [1.0 + at / 4 for at in range(width // 2)], "long_factor": [9.0] * (width // 2)}
-    if model_type == "gemma3_text":
-        changes["layer_types"] = ["full_attention"]
+    if model_type in ("gemma3_text", "gemma4_text", "gemma4_unified_text"):
+        changes |= {"layer_types": ["full_attention"], "num_kv_shared_layers": 0}
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     if model_type == "phi3" and kind == "longrope":
         changes["original_max_position_embeddings"] = 64

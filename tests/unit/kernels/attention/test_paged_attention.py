@@ -20,8 +20,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 def check_decode(world, num_heads, window=None, soft_cap=None):
     q = random_queries(len(world.seq_lens), num_heads, world.layout.head_dim, world.layout.dtype)
     args = (q, world.layer, world.block_tables, world.seq_lens)
-    expected = reference.paged_attention_decode(*args, scale=SCALE, window=window, soft_cap=soft_cap)
-    found = paged_attention_decode(*args, scale=SCALE, window=window, soft_cap=soft_cap)
+    scale = SCALE * min(1, (256 / world.layout.head_dim) ** 0.5)  # of longer heads the scores are no larger
+    expected = reference.paged_attention_decode(*args, scale=scale, window=window, soft_cap=soft_cap)
+    found = paged_attention_decode(*args, scale=scale, window=window, soft_cap=soft_cap)
     assert bool(found.isfinite().all())
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[world.layout.dtype])
 
@@ -42,7 +43,7 @@ def test_decode_at_edge_lengths(group, window):
     check_decode(make_world([1, *edge_lengths(4)]), 2 * group, window)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256, 512])
 def test_decode_at_head_dims(head_dim):
     check_decode(make_world([3, 9], head_dim=head_dim), 4)
 

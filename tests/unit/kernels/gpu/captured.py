@@ -4,6 +4,8 @@ Contexts are drawn, not computed: what a decode reads is the same for a graph an
 long.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,14 @@ def prompts(runner):
         for position in range(context):
             slot = view[TABLES[seq][position // BLOCK_SIZE], :, :, position % BLOCK_SIZE]
             slot.copy_(torch.randn(slot.shape, generator=drawn))
+
+
+def in_groups(batch, num_groups, num_blocks=NUM_BLOCKS):
+    """The same with blocks of its own for each further group, those behind all of the groups before."""
+    shifts = np.arange(1, num_groups) * num_blocks
+    tables = batch.block_tables[:, None]
+    shifted = np.where(tables > 0, tables + shifts[:, None], 0).astype(np.int32)
+    return dataclasses.replace(batch, group_tables=shifted, group_slots=batch.slot_mapping + shifts[:, None] * BLOCK_SIZE)
 
 
 def plain(tensor):

@@ -102,10 +102,17 @@ def _attend(
     sinks: bool = False,
     logits: bool = False,
     width: int | None = None,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
 ) -> None:
     """Decode, or with num_queries prefill."""
-    q = nowhere(num_queries or num_seqs, 32, head_dim, dtype=dtype)
-    tensors = (q, _arena(head_dim, block_size, dtype)[:, 1], _ints(num_seqs, width or 8192 // block_size), _ints(num_seqs))
+    q = nowhere(num_queries or num_seqs, num_heads, head_dim, dtype=dtype)
+    tensors = (
+        q,
+        _arena(head_dim, block_size, dtype, num_kv_heads)[:, 1],
+        _ints(num_seqs, width or 8192 // block_size),
+        _ints(num_seqs),
+    )
     options = {"scale": 0.1, "window": window, "soft_cap": cap}
     options |= {"retention": (_ints(num_seqs), _ints(num_seqs)), "q_sink": q} if sinks else {}
     options |= {"sink_logits": nowhere(32, dtype=torch.float32)} if logits else {}
@@ -239,6 +246,16 @@ for head_dim in (_COMMON, _LARGEST):
     _add(f"decode whole d{head_dim}", _attend, *base, num_seqs=256, width=16)  # without a work list
     _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64, width=16)
     _add(f"prefill split d{head_dim}", _attend, *base, num_seqs=1, num_queries=64)
+# Full layers of Gemma 4: heads of 512, few of K and V.
+for num_heads, num_kv_heads in ((32, 4), (16, 1), (8, 2)):
+    base = (512, 16, torch.bfloat16)
+    of = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    heads = f"h{num_heads}/{num_kv_heads} d512"
+    _add(f"decode {heads}", _attend, *base, **of)
+    _add(f"decode shared {heads}", _attend, *base, num_seqs=32, **of)
+    _add(f"prefill {heads}", _attend, *base, num_queries=8192, **of)
+    if num_kv_heads != 2:  # with four queries for each head of K and V, a split takes four registers too many
+        _add(f"prefill split {heads}", _attend, *base, num_seqs=1, num_queries=64, **of)
 for head_dim in (64, _COMMON, _LARGEST):
     _add(f"decode shared d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_seqs=32)  # what many have in common
 _add(f"decode shared cap d{_LARGEST}", _attend, _LARGEST, 16, torch.bfloat16, num_seqs=32, cap=30.0)
@@ -302,6 +319,7 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
 }  # fmt: skip
 for head_dim in _HEAD_DIMS:
     _add(f"rotary d{head_dim} bf16", _rotary, head_dim, torch.bfloat16)
+_add("rotary d512 bf16", _rotary, 512, torch.bfloat16)
 _add("likeliest of 131072", _find_likeliest, 128)
 _add("rotary d128 fp16", _rotary, _COMMON, torch.float16)
 for length in (1024, 4096, 14336):

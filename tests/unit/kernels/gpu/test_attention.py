@@ -86,7 +86,7 @@ def test_decode_packs_the_heads_of_a_group(group):
     check_decode(make_world([5, 70], block_size=16), 2 * group)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_both_at_head_dims(head_dim):
     world = make_world([3, 67], block_size=32, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16)
     check_decode(world, 2)

@@ -11,9 +11,10 @@ from kvkeeper.engine_service.compute.device.device_errors import lost_by
 from kvkeeper.engine_service.compute.graphs.graphed_steps import StepShape, capture_steps
 from kvkeeper.engine_service.compute.graphs.step_sizes import graph_sizes
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
+from kvkeeper.engine_service.compute.stored_model import kv_groups
 from kvkeeper.engine_service.model.layer_groups import find_places, group_layers
 from kvkeeper.engine_service.model.loader import load_model
-from tests.support.models.tiny_models import build_model_folder
+from tests.support.models.tiny_models import build_model_folder, tiny_model
 from tests.support.slices import todays
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory
 from tests.support.stand_ins.recorded_graphs import NothingAllocates, RecordedGraphs
@@ -28,6 +29,7 @@ from tests.unit.kernels.gpu.captured import (
     NUM_BLOCKS,
     all_claim_to_be_on_cuda,
     drawn_by,
+    in_groups,
     make_runner,
     mixed,
     model,
@@ -82,12 +84,20 @@ def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(kind, tmp_
     assert not view[0].any(), "padding wrote to the null block"
 
 
-def in_groups(batch, num_groups):
-    """The same with blocks of its own for each further group, those behind all of the groups before."""
-    shifts = np.arange(1, num_groups) * NUM_BLOCKS
-    tables = batch.block_tables[:, None]
-    shifted = np.where(tables > 0, tables + shifts[:, None], 0).astype(np.int32)
-    return dataclasses.replace(batch, group_tables=shifted, group_slots=batch.slot_mapping + shifts[:, None] * BLOCK_SIZE)
+def test_groups_of_several_shapes_have_the_same_logits_with_graphs_and_without(tmp_path):
+    """One layer of them reads what another one has stored."""
+    model = load_model(build_model_folder(tmp_path, tiny_model("gemma4_e2b")), progress=False)[0]
+    groups, drawn = kv_groups(model.config), torch.Generator().manual_seed(1)
+    layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE, groups)
+    memory = torch.zeros(len(groups) * NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)
+    memory[layout.block_bytes :].view(torch.float32).normal_(generator=drawn)
+    captured, without = (ModelRunner(model, on_cuda(layout.view(memory.clone()))[0], layout, groups) for _ in range(2))
+    ready_cold(captured)
+    for replays, seqs in enumerate([[0], [1, 4], [8, 0, 2]], 1):
+        batch = in_groups(rows(seqs), len(groups))
+        found, expected = captured.forward(batch), without.forward(batch)
+        assert captured.graphed.num_replays == replays
+        torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
 
 
 def test_a_sequence_goes_on_from_replay_to_replay(model):
