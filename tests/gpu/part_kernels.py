@@ -28,7 +28,7 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.types import CountedTensors
-from tests.gpu import family_kernels, stored_kernels
+from tests.gpu import family_kernels, recurrent_kernels, stored_kernels
 from tests.gpu.checks import Check, guarded
 from tests.gpu.kernel_cases import error, far_pool, locs_of, move_there_and_back
 from tests.gpu.kernel_workers import run_cases
@@ -128,6 +128,12 @@ def _cases(
     yield "prefill_short_suffix_d256", partial(_attention, dtype, device, 256, 16, lengths=prefix, queries=[40, 1])
     yield from stored_kernels.cases(dtype, device, head_dims)
     yield from family_kernels.cases(dtype, device)
+    yield from recurrent_kernels.cases(dtype, device)
+    for group in (2, 8):  # heads of Gemma 4's full layers
+        yield f"decode_d512_group{group}", partial(_attention, dtype, device, 512, 16, group=group)
+        yield f"prefill_d512_group{group}", partial(_attention, dtype, device, 512, 16, group=group, queries=_QUERIES)
+    yield "decode_shared_prefix_d512", partial(_attention, dtype, device, 512, 16, lengths=_SHARED, shared=_GROUPS)
+    yield "prefill_short_suffix_d512", partial(_attention, dtype, device, 512, 16, lengths=prefix, queries=[40, 1])
     for op in ("decode", "prefill", "store_kv", "rotary_store_kv", "copy_blocks"):
         yield f"{op}_far", partial(_far, dtype, device, op)
 
