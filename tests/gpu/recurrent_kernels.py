@@ -81,7 +81,7 @@ def _compare(
             mixed.to(device)[:, :channels], gates.to(device)[:, : 2 * values], *(each.to(device) for each in inputs[2:])
         ),
         DeltaState(there[0][:, 1], there[1][:, 1]),
-        rows._make(None if each is None else each.to(device) for each in rows),
+        rows._replace(**{name: each.to(device) for name, each in rows._asdict().items() if each is not None}),
         out,
     )
     oracle(inputs, DeltaState(memory[:, 1], window[:, 1]), rows, expected)
