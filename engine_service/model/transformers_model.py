@@ -160,9 +160,8 @@ def load_transformers_model(
         WeightsError: weights do not load or are missing.
     """
     if dtype in INTEGER_BITS:
-        raise UnsupportedModelError(
-            "dtype", dtype, f"the native families; {model_type} is computed by the transformers library"
-        )
+        supported = f"the native families; {model_type} is computed by the transformers library"
+        raise UnsupportedModelError("dtype", dtype, supported)
     try:
         import transformers
     except ImportError:
@@ -189,9 +188,8 @@ def load_transformers_model(
         raise UnsupportedModelError("model type", model_type, "decoder-only language models", why)
     if why := why_not_paged(config, transformers.AutoModelForCausalLM._model_mapping[type(config)]):
         raise UnsupportedModelError("model type", model_type, _INTERFACE, why)
-    network = _load_network(
-        transformers, folder, config, wrapper, compute_dtype(_weights_dtype(config), device, dtype, is_native=False)
-    )
+    network_dtype = compute_dtype(_weights_dtype(config), device, dtype, is_native=False)
+    network = _load_network(transformers, folder, config, wrapper, network_dtype)
     network.eval().to(device)
     try:
         seen = _dry_run(network, model_type)
