@@ -77,6 +77,8 @@ class PartialNodes:
         if node.key in self._nodes:
             self._nodes[node.key] = self._nodes.pop(node.key)
             return None
+        if not self._most:
+            return None
         gone = self._forget([next(iter(self._nodes.values()))]) if len(self._nodes) >= self._most else NO_INT32
         self._nodes[node.key] = self._below.setdefault(parent, {})[node.key] = node
         self._lens.setdefault(parent, Counter())[node.num_tokens] += 1
