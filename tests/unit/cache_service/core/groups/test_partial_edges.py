@@ -46,3 +46,17 @@ def test_a_pool_that_keeps_no_partial_nodes() -> None:
     pool.prefill(1, list(range(6)))
     pool.release(1)
     assert len(pool.manager.state.index.partials) == 0
+
+
+def test_what_is_left_behind_is_cleared_in_slices() -> None:
+    pool = _pool(group_spans=_STATES)
+    for number in range(1, 6):
+        pool.prefill(number, [number, 50, 51])
+        pool.release(number)
+    partials, left = pool.manager.state.index.partials, []
+    clearing = pool.manager.prefixes.begin_clearing()
+    while clearing.clear_some(4):
+        left.append(len(partials))
+        pool.audit()
+    assert [*left, len(partials)] == [3, 1, 0]
+    assert clearing.end().num_forgotten_blocks == 10

@@ -213,8 +213,8 @@ def test_a_sequence_is_kept_for_those_of_its_scope_alone() -> None:
     "end",
     [
         lambda pool: pool.manager.evictions.evict_count(100),
-        lambda pool: pool.manager.prefixes.begin_clearing().end(),
-        lambda pool: pool.manager.state.pool.expire(pool.manager.state.index.partials.clear()),
+        lambda pool: pool.manager.prefixes.clear(),
+        lambda pool: pool.manager.state.pool.expire(pool.manager.state.index.partials.clear(100)),
     ],
     ids=["evicted", "cleared", "expired"],
 )
