@@ -354,6 +354,12 @@ async def test_pages_that_no_group_can_have_are_refused(api: Api, spec: pb.KvSpe
     await refused(api.open(spec=spec), "INVALID_FIELD", field=field)
 
 
+async def test_pages_are_for_groups_that_are_not_stored_in_few_bits(api: Api) -> None:
+    spec = latents()
+    spec.layout = pb.KV_LAYOUT_SCALED
+    await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.num_kv_heads")
+
+
 async def test_pages_of_a_group_are_of_one_rank(api: Api) -> None:
     spec = with_page(1)
     spec.tensor_parallel_size = 2

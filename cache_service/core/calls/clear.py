@@ -32,13 +32,16 @@ class Clearing:
         if state.below is not None:
             state.below.begin_clearing()
         self._walk = LeafWalk(state.index)
-        self._forget(state.index.partials.clear())
 
     def clear_some(self, max_blocks: int = ALL_BLOCKS) -> bool:
-        """Forgets about so many cached blocks. Whether any may be left."""
-        state, nodes = self._state, self._walk.take_nodes(max_blocks)
+        """Forgets about so many cached blocks, those of partial nodes first. Whether any may be left."""
+        state = self._state
         state.revision += 1
-        self._forget(state.publisher.forget_nodes(nodes, MatchEnd.CLEARED))
+        partials = state.index.partials.clear(max_blocks)
+        self._forget(partials)
+        if len(partials) < max_blocks:
+            nodes = self._walk.take_nodes(max_blocks - len(partials))
+            self._forget(state.publisher.forget_nodes(nodes, MatchEnd.CLEARED))
         state.update_pressure()
         return not self._walk.is_over
 

@@ -77,6 +77,8 @@ class PartialNodes:
         if node.key in self._nodes:
             self._nodes[node.key] = self._nodes.pop(node.key)
             return None
+        if not self._most:
+            return None
         gone = self._forget([next(iter(self._nodes.values()))]) if len(self._nodes) >= self._most else NO_INT32
         self._nodes[node.key] = self._below.setdefault(parent, {})[node.key] = node
         self._lens.setdefault(parent, Counter())[node.num_tokens] += 1
@@ -100,9 +102,15 @@ class PartialNodes:
             return NO_INT32
         return self._forget([node for parent in parents.tolist() for node in self._below.get(parent, {}).values()])
 
-    def clear(self) -> Int32Array:
-        """Forgets all. Returns their blocks."""
-        return self._forget(list(self._nodes.values()))
+    def clear(self, max_blocks: int) -> Int32Array:
+        """Forgets nodes of about so many blocks, or all. Returns their blocks."""
+        chosen, num_blocks = list[PartialNode](), 0
+        for node in self._nodes.values():
+            if num_blocks >= max_blocks:
+                break
+            chosen.append(node)
+            num_blocks += len(node.blocks)
+        return self._forget(chosen)
 
     def tenants(self, blocks: Int32Array) -> Int32Array:
         """[n] the tenant of each of these blocks, which partial nodes have."""

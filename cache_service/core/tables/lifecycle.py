@@ -96,7 +96,7 @@ class SequenceLifecycle:
         running = [slot for slot in slots if seqs.states[slot] == _RUNNING]
         if keeps_partial and owner.takes_partial and self._is_shared and not self._publisher.is_paused:
             for slot in running:
-                self._keep_partial(slot)
+                self._keep_partial(owner, slot)
         self._report_uses(running)
         if self._is_shared:
             self._note_ends(running)
@@ -115,17 +115,19 @@ class SequenceLifecycle:
             owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.remove(slot)
 
-    def _keep_partial(self, slot: int) -> None:
+    def _keep_partial(self, owner: SessionState, slot: int) -> None:
         """Names what a sequence that is about to end has behind its last whole block; behind a block's edge its states.
 
-        Only where no step has gone further than what is committed, so that a state is the one behind these tokens and no step
-        in flight writes its block; and where nothing else holds or names it. Then a step writes it no more (R5).
+        Only where no step has gone further than what is committed, so that a state is the one behind these tokens; where none
+        in flight was granted slots of it, which a cut may have taken away; and where nothing else holds or names its blocks.
+        Then a step writes them no more (R5).
         """
         seqs, pool, index = self._sequences, self._pool, self._index
         length, num_full = int(seqs.num_committed[slot]), int(seqs.num_published[slot])
         num_part = length - num_full * self._block_size
         is_all = length == seqs.num_reserved[slot] and 0 <= num_part < self._block_size and not seqs.num_window[slot]
-        if not length or not is_all or seqs.reuse_hints[slot] == ReuseHint.NONE:
+        is_written = seqs.last_reserve_step[slot] > owner.completed_step_id
+        if not length or not is_all or is_written or seqs.reuse_hints[slot] == ReuseHint.NONE:
             return
         groups = range(seqs.num_groups) if num_part else seqs.new_entries.state_groups
         blocks = np.array([seqs.tables.get(slot, group)[-1] for group in groups], np.int32)

@@ -104,10 +104,11 @@ class Reservations:
         return places[(pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0)]
 
     def copy_hit(self, owner: SessionState, log: StepLog, slot: int, wanted: int) -> None:
-        """Copies what a start on a partly filled block is about to write; there is room for it."""
-        if len(due := self.copies_due(owner, slot, wanted)):
+        """Copies what a start on a partly filled block writes next, now or later; there is room for it."""
+        hit_len = int(self._sequences.num_committed[slot])
+        if len(due := self.copies_due(owner, slot, max(wanted, hit_len + 1))):
             self._copy_on_write(owner, log, slot, due)
-            self._sequences.grant_one(slot, int(self._sequences.num_committed[slot]), wanted, owner.step_id)
+            self._sequences.grant_one(slot, hit_len, wanted, owner.step_id)
 
     def _reserve_in_order(
         self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array

@@ -218,7 +218,8 @@ def _check_elements(spec: pb.KvSpec, dtypes: Mapping[int, int]) -> None:
     check_range("spec.num_layers", spec.num_layers, 1, 1024)
     if spec.HasField("page"):
         raise InvalidField("page is for KV_LAYOUT_OPAQUE", field="spec.page")
-    if spec.groups and all(group.HasField("page") or group.kind == pb.LAYER_GROUP_KIND_RECURRENT for group in spec.groups):
+    have_none = [group.HasField("page") or group.kind == pb.LAYER_GROUP_KIND_RECURRENT for group in spec.groups]
+    if spec.layout == pb.KV_LAYOUT_GROUPED and have_none and all(have_none):
         _refuse_elements(spec, _OF_ELEMENTS[1:])
         return
     check_range("spec.num_kv_heads", spec.num_kv_heads, 1, _MOST_KV_HEADS)

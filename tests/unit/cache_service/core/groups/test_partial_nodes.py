@@ -8,6 +8,7 @@ import pytest
 from kvkeeper.cache_service.core.index.partial_nodes import PartialNode, PartialNodes
 from kvkeeper.cache_service.core.inspection.queries import Queries
 from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
+from kvkeeper.cache_service.core.sequences.session_state import SessionState
 from kvkeeper.cache_service.core.tables.lifecycle import SequenceLifecycle
 from kvkeeper.cache_service.core.tables.reserve import Reservations
 from kvkeeper.cache_service.core.values.kv_spec import WHOLE, ReadSpan, state_span
@@ -61,11 +62,12 @@ def test_a_state_that_has_gone_on_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     """A sequence is named with what is committed, while a step in flight has computed a token more."""
     real = SequenceLifecycle._keep_partial
 
-    def careless(self: SequenceLifecycle, slot: int) -> None:
+    def careless(self: SequenceLifecycle, owner: SessionState, slot: int) -> None:
         seqs, length = self._sequences, int(self._sequences.num_committed[slot])
         reserved, seqs.num_reserved[slot] = int(seqs.num_reserved[slot]), length
-        real(self, slot)
-        seqs.num_reserved[slot] = reserved
+        step_id, seqs.last_reserve_step[slot] = int(seqs.last_reserve_step[slot]), 0
+        real(self, owner, slot)
+        seqs.num_reserved[slot], seqs.last_reserve_step[slot] = reserved, step_id
 
     monkeypatch.setattr(SequenceLifecycle, "_keep_partial", careless)
     with pytest.raises(AssertionError):
@@ -211,8 +213,8 @@ def test_a_sequence_is_kept_for_those_of_its_scope_alone() -> None:
     "end",
     [
         lambda pool: pool.manager.evictions.evict_count(100),
-        lambda pool: pool.manager.prefixes.begin_clearing().end(),
-        lambda pool: pool.manager.state.pool.expire(pool.manager.state.index.partials.clear()),
+        lambda pool: pool.manager.prefixes.clear(),
+        lambda pool: pool.manager.state.pool.expire(pool.manager.state.index.partials.clear(100)),
     ],
     ids=["evicted", "cleared", "expired"],
 )
