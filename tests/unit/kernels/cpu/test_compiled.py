@@ -197,7 +197,7 @@ print(tiles.LANES, packed.blocks is not None, *(linear_integers(x, weight).doubl
 def multiply_elsewhere(**environment):
     """What OTHER_PROCESSOR prints where numba and oneDNN are told of another one."""
     run = [sys.executable, "-c", OTHER_PROCESSOR]
-    told = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300, env={**os.environ, **environment})
+    told = subprocess.run(run, capture_output=True, text=True, check=False, timeout=900, env={**os.environ, **environment})
     assert told.returncode == 0, told.stderr
     return told.stdout.split()
 
