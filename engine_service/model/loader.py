@@ -96,7 +96,7 @@ def load_model(
 
 
 def _make_decoder(folder: Path, config: ModelConfig, weights: DecoderWeights, dtype: DtypeChoice, split: Split) -> Decoder:
-    """Raises UnsupportedModelError where nothing multiplies integers of so many bits here, WeightsError for what cannot be so."""
+    """Raises UnsupportedModelError where nothing multiplies integers of so many bits here, WeightsError for odd weights."""
     try:
         return Decoder(config, weights, bits=INTEGER_BITS.get(dtype), split=split)
     except UnsupportedDeviceError:
