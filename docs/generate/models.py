@@ -7,7 +7,7 @@ in a file beside it. What becomes of a type is there by the heading of its secti
 import json
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from docs.generate.markdown import slug, table
@@ -29,10 +29,16 @@ def page() -> str:
     rows = [[f"[{section}](#{slug(section)})", str(len(members))] for section, members in sections.items()]
     text = "\n".join([before + _BEGIN, "", *table(["what becomes of it", "model types"], rows), _END]) + after
     for section, members in sections.items():
-        names = textwrap.fill(", ".join(f"`{name}`" for name in members), _LINE_LEN, break_on_hyphens=False)
-        until_list = rf"({re.escape(f'## {section}')}\n(?:(?!\n## |\n`).)*\n)(?:`[^\n]*\n)+"
-        text, count = re.subn(until_list, rf"\1{names}\n", text, count=1, flags=re.DOTALL)
-        assert count, f"docs/operate/models.md has no list of model types below {section!r}"
+        text = with_list(text, section, members)
+    return text
+
+
+def with_list(text: str, section: str, members: Sequence[str]) -> str:
+    """The text with these model types in the list of a section: its first lines behind an empty one that begin as code."""
+    names = textwrap.fill(", ".join(f"`{name}`" for name in members), _LINE_LEN, break_on_hyphens=False)
+    until_list = rf"({re.escape(f'## {section}')}(?=\n)(?:(?!\n## |\n\n`).)*\n\n)(?:`[^\n]*\n)+"
+    text, count = re.subn(until_list, rf"\1{names}\n", text, count=1, flags=re.DOTALL)
+    assert count, f"docs/operate/models.md has no list of model types below {section!r}"
     return text
 
 

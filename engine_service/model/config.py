@@ -205,7 +205,9 @@ def why_library(raw: Mapping[str, Any], *, has_library: bool) -> str:
     try:
         parse_model_config(raw)
     except UnsupportedModelError as error:
-        return str(error) if has_library and raw.get(FIELD) is None else ""
+        # The library's recurrent layers have states of their own: its refusal would not name what is not built.
+        by_library = has_library and raw.get(FIELD) is None and FAMILIES[raw["model_type"]].delta is None
+        return str(error) if by_library else ""
     except ModelError:
         return ""
     return ""

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.features import multiplies_bfloat16
-from kvkeeper.kernels.errors import UnsupportedDeviceError
+from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from kvkeeper.kernels.types import LinearWeight
 
 from .checkpoint.destination import Destination
@@ -92,16 +92,20 @@ def load_model(
     if config.scheme is not None:
         _log_scheme(config.scheme, names, weights.embed.dtype)
     _log_limit(folder, config)
-    return _make_decoder(own, weights, dtype, split), config
+    return _make_decoder(folder, own, weights, dtype, split), config
 
 
-def _make_decoder(config: ModelConfig, weights: DecoderWeights, dtype: DtypeChoice, split: Split) -> Decoder:
-    """Raises UnsupportedModelError where nothing multiplies integers of so many bits here."""
+def _make_decoder(folder: Path, config: ModelConfig, weights: DecoderWeights, dtype: DtypeChoice, split: Split) -> Decoder:
+    """Raises UnsupportedModelError where nothing multiplies integers of so many bits here, WeightsError for odd weights."""
     try:
         return Decoder(config, weights, bits=INTEGER_BITS.get(dtype), split=split)
     except UnsupportedDeviceError:
         supported = "the compiled kernels: the extra `cpu`, without --cpu-kernels torch"
         raise UnsupportedModelError("dtype", dtype, supported) from None
+    except KernelArgumentError as error:
+        if dtype not in INTEGER_BITS:
+            raise
+        raise WeightsError(folder.name, f"--dtype {dtype}: {error.argument}s {error.problem}") from None
 
 
 def _with_experts(config: ModelConfig, names: Collection[str]) -> ModelConfig:

@@ -9,6 +9,7 @@ import pytest
 from docs.generate import PAGES
 from docs.generate.imports import circles_of, packages
 from docs.generate.markdown import prose, slug, table
+from docs.generate.models import with_list
 from docs.generate.states import picture
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.common.hold.config import SOURCE as HOLD
@@ -34,6 +35,12 @@ def test_links_within_a_page_lead_to_a_heading_and_tables_are_whole(name: str) -
     assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= headings
     for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
+
+
+def test_a_line_of_a_sentence_that_begins_with_code_is_no_list_of_model_types() -> None:
+    told = "## Some\n\nTensors lie under a name,\n`visual` beside it.\n\n"
+    assert with_list(f"{told}`old`,\n`older`\n\nMore.\n", "Some", ["new"]) == f"{told}`new`\n\nMore.\n"
+    assert with_list("## Some\n\n`old`\n\n## Next\n\n`other`\n", "Some", ["new"]) == "## Some\n\n`new`\n\n## Next\n\n`other`\n"
 
 
 @pytest.mark.parametrize("source", [CACHE, ENGINE, HOLD], ids=["cache", "engine", "hold"])

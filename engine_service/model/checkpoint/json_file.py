@@ -52,7 +52,7 @@ def count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise bad(key, f"must be a positive integer, is {value!r}")
+        raise bad(key, f"must be a positive integer below 2**31, is {value!r}")
     return value
 
 

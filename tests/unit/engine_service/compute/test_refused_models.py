@@ -1,5 +1,6 @@
 """Combinations of a model and a setting that are refused when the model is loaded, each with a sentence."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,10 @@ def test_latent_attention_is_not_split(tmp_path: Path) -> None:
     folder = folder_of("deepseek_v3", tmp_path)
     with pytest.raises(UnsupportedModelError, match="families without latent attention"):
         load_model(folder, progress=False, split=Split(0, 2))
+
+
+def test_what_is_not_built_of_recurrent_families_is_named(tmp_path: Path) -> None:
+    kind = tiny_model("qwen3_5_0_8b")
+    folder = build_model_folder(tmp_path, dataclasses.replace(kind, overrides=kind.overrides | {"hidden_act": "gelu"}))
+    with pytest.raises(UnsupportedModelError, match="hidden_act 'gelu' is not supported; supported: silu"):
+        load_served_model(EngineConfig(model=str(folder), progress=False))

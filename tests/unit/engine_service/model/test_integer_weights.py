@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
+from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError, WeightsError
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.dtype_name import DtypeChoice, dtype_name
 from kvkeeper.engine_service.model.loader import load_model
@@ -98,3 +99,13 @@ def test_without_the_compiled_kernels_they_are_refused(tmp_path: Path) -> None:
     compiled.switch(on=False)
     with pytest.raises(UnsupportedModelError, match="'int4' is not supported; supported: the compiled kernels"):
         load_model(build_model_folder(tmp_path, TINY_MODELS[0]), dtype="int4", progress=False)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_weight_that_is_not_finite_is_refused(bits: DtypeChoice, tmp_path: Path) -> None:
+    folder = build_model_folder(tmp_path, TINY_MODELS[0])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=f"--dtype {bits}: weights must be finite"):
+        load_model(folder, dtype=bits, progress=False)

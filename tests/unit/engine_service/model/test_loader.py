@@ -170,6 +170,7 @@ def test_what_is_missing_is_named(folder, tmp_path):
         ({"num_hidden_layers": 0}, ModelConfigError, "num_hidden_layers"),
         ({"num_hidden_layers": "2"}, ModelConfigError, "num_hidden_layers"),
         ({"vocab_size": True}, ModelConfigError, "vocab_size"),
+        ({"vocab_size": 2**40}, ModelConfigError, r"vocab_size must be a positive integer below 2\*\*31, is 1099511627776"),
         ({"num_key_value_heads": 3}, ModelConfigError, "num_key_value_heads"),
         ({"head_dim": 5}, ModelConfigError, "head_dim"),
         ({"rms_norm_eps": -1}, ModelConfigError, "rms_norm_eps"),
