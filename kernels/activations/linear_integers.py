@@ -7,7 +7,9 @@ precision, and a row's result does not depend on the rows beside it. What comes 
 compiled kernels multiply; there is no other way.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import torch
@@ -21,8 +23,10 @@ from ..types import LinearWeight
 
 _OP = "linear_integers"
 _MOST_8, _MOST_4 = 127, 15
-_LEAST_STEPS: Final = 8  # of the grids of 4 bits that are tried: one with fewer is a part of one with more
-_MUCH_BETTER: Final = 0.98  # what a grid of fewer steps must bring an error down to
+_STEPS: Final = tuple(range(_MOST_4, 7, -1))  # of the grids of 4 bits that are tried: one with fewer is a part of one with more
+_ON_GRID: Final = 0.005  # mean square of a step that weights on a grid are off it, as bfloat16 rounds; 0.083 is chance
+_SAMPLE: Final = 64  # outputs that tell whether weights lie on grids
+_MOSTLY: Final = 0.5
 _LEAST_FACTOR: Final = 1e-30  # of an output of zeros
 _LOWS_TO_SCALES: Final = 1024  # so many times a row's greatest scale a low is at most: what halves can say of both
 _ROWS_AT_A_TIME: Final = 1024
@@ -52,8 +56,8 @@ def quantise_linear(weight: LinearWeight, bits: Literal[8, 4]) -> IntegerWeight:
     require(bool(torch.isfinite(data).all()), _OP, "weight", "must be finite")
     if not compiled.serves(data):
         raise UnsupportedDeviceError(_OP, "cpu, without the compiled kernels")
-    quantise = _quantise_8 if bits == 8 else _quantise_4
     groups = functional.pad(data, (0, -data.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    quantise = _quantise_8 if bits == 8 else partial(_quantise_4, num_steps=_choose_steps(groups))
     parts = [quantise(rows) for rows in groups.split(_ROWS_AT_A_TIME)]
     integers, scales, lows, factors = (
         torch.cat(each) if isinstance(each[0], torch.Tensor) else None for each in zip(*parts, strict=True)
@@ -76,27 +80,44 @@ def _quantise_8(groups: torch.Tensor) -> _Parts:
     return integers.clamp_(-_MOST_8, _MOST_8).to(torch.int8), halves, None, factors
 
 
-def _quantise_4(groups: torch.Tensor) -> _Parts:
-    """The same with lows."""
-    low, high = groups.amin(2), groups.amax(2)
-    widest = (high - low).amax(1) / _MOST_4
-    factors = torch.maximum(widest, low.abs().amax(1) / _LOWS_TO_SCALES).clamp_(min=_LEAST_FACTOR)
-    lows = (low / factors[:, None]).half().float()
-    best, error = None, torch.empty(0)
-    for num_steps in range(_MOST_4, _LEAST_STEPS - 1, -1):
-        scales = ((high - low) / num_steps / factors[:, None]).half().float()
-        steps = (scales * factors[:, None]).clamp_(min=_LEAST_FACTOR)[..., None]
-        begin = (lows * factors[:, None])[..., None]
-        integers = ((groups - begin) / steps).round_().clamp_(0, _MOST_4)
-        errors = (integers * steps + begin - groups).square_().sum(2)
-        if best is None:
-            best, error = (integers, scales), errors
-            continue
-        is_better = errors < error * _MUCH_BETTER
-        best = torch.where(is_better[..., None], integers, best[0]), torch.where(is_better, scales, best[1])
-        error = torch.where(is_better, errors, error)
-    assert best is not None, "of several grids"
-    return best[0].to(torch.int8), best[1], lows, factors
+def _quantise_4(groups: torch.Tensor, num_steps: Sequence[int]) -> _Parts:
+    """The same with lows. num_steps: of the grids that are tried, the first for all groups."""
+    flat, (low, high) = groups.flatten(0, 1), groups.flatten(0, 1).aminmax(dim=1)
+    by_row = (high - low).view(groups.shape[:2]).amax(1) / _MOST_4, low.view(groups.shape[:2]).abs().amax(1) / _LOWS_TO_SCALES
+    factors = torch.maximum(*by_row).clamp_(min=_LEAST_FACTOR)
+    factor = factors.repeat_interleave(groups.shape[1])
+    lows = (low / factor).half().float()
+    begin, width = lows * factor, high - low
+    integers, scales, errors = _fit_grid(flat, begin, width, factor, num_steps[0])
+    for count in num_steps[1:]:
+        apart = (errors > _ON_GRID).nonzero()[:, 0]
+        of_less, scale, error = _fit_grid(flat[apart], begin[apart], width[apart], factor[apart], count)
+        is_found = error <= _ON_GRID
+        found = apart[is_found]
+        integers[found], scales[found], errors[found] = of_less[is_found], scale[is_found], error[is_found]
+    return integers.view(groups.shape), scales.view(groups.shape[:2]), lows.view(groups.shape[:2]), factors
+
+
+def _fit_grid(
+    flat: torch.Tensor, begin: torch.Tensor, width: torch.Tensor, factor: torch.Tensor, num_steps: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Groups [N, GROUP] on grids of so many steps: integers int8, scales over factors [N], mean squares off in steps [N]."""
+    scales = (width / num_steps / factor).half().float()
+    levels = (flat - begin[:, None]).div_((scales * factor).clamp_(min=_LEAST_FACTOR)[:, None])
+    integers = levels.round().clamp_(0, _MOST_4)
+    errors = levels.sub_(integers).square_().mean(1)
+    return integers.to(torch.int8), scales, errors
+
+
+def _choose_steps(groups: torch.Tensor) -> Sequence[int]:
+    """The grids that are worth trying for weights [O, groups, GROUP]: all, if a sample of them lies on such ones."""
+    sample = groups[:: max(len(groups) // _SAMPLE, 1)]
+    flat = sample.flatten(0, 1)
+    low, high = flat.aminmax(dim=1)
+    ones, is_on = torch.ones(len(flat)), torch.zeros(len(flat), dtype=torch.bool)
+    for count in _STEPS:
+        is_on |= _fit_grid(flat, low, high - low, ones * (high - low).clamp(min=_LEAST_FACTOR), count)[2] <= _ON_GRID
+    return _STEPS if float(is_on.float().mean()) > _MOSTLY else _STEPS[:1]
 
 
 def _half_up(numbers: torch.Tensor) -> torch.Tensor:
