@@ -276,6 +276,18 @@ def latents(**changes: Any) -> pb.KvSpec:
     return spec
 
 
+async def test_blocks_beside_pages_are_aligned(api: Api) -> None:
+    spec = latents(block_size=1, kv_dtype=pb.KV_DTYPE_FLOAT16, num_kv_heads=1, head_dim=5)
+    spec.groups[0].page.page_bytes = 16
+    del spec.groups[1:]
+    spec.groups.append(pb.LayerGroup(kind=FULL, layer_idx=[0, 1, 3, 4]))
+    assert (await api.open(spec=spec)).opened.pool.block_bytes == 80
+    spec.groups[1].layer_idx.remove(4)
+    spec.groups[0].layer_idx.append(4)
+    spec.groups[0].layer_idx.sort()
+    assert (await api.open(spec=spec)).opened.pool.block_bytes == 64  # and 60 of K and V
+
+
 async def test_a_page_of_a_group_is_part_of_the_spec_and_moved_whole() -> None:
     async with serving(num_blocks=40, num_host_blocks=41, host_kv_dtype="int8") as api:
         session, rows = await api.open(spec=with_page(1), engine=False), rows_of(7)

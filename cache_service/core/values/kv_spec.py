@@ -19,7 +19,7 @@ from .types import Int32Array, Int64Array
 
 BLOCK_NAME_BYTES: Final = 32
 _SCALE_BYTES: Final = 2
-_ALIGNMENT: Final = 16  # of blocks with scales
+_ALIGNMENT: Final = 16  # of blocks with scales, and of those beside pages
 HOST_BITS: Final = {"fp8": 8, "int8": 8, "int4": 4}  # of an element below the device, by the name of its format
 _Positions = TypeVar("_Positions", Int32Array, Int64Array)
 
@@ -198,8 +198,10 @@ class KvSpec:
             element = self.num_kv_heads * self.head_dim
             tail = max((len(group.layers) * element * group.tail_item_bytes for group in self.groups), default=0)
             return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes(0)) // _ALIGNMENT) * _ALIGNMENT
-        pages = (group.page_bytes for group in self.groups)
-        return self.page_bytes or max(self._num_elements * self.item_bytes, *pages, 0)
+        num_bytes, pages = self._num_elements * self.item_bytes, [group.page_bytes for group in self.groups]
+        if any(pages):  # which are aligned
+            num_bytes = -(-max(num_bytes, *pages) // _ALIGNMENT) * _ALIGNMENT
+        return self.page_bytes or num_bytes
 
     @property
     def has_states(self) -> bool:
