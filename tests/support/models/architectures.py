@@ -101,7 +101,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": _COMMON, "vision_config": _VISION},
     # As released: heads of full layers are twice as long, and the last layers have no K and V of their own.
     "gemma3n_text": _SHARING | {"laurel_rank": 4},
-    "gemma4_text": _SHARING | {"global_head_dim": 16},
+    "gemma4_text": _SHARING | {"global_head_dim": 16, "hidden_size_per_layer_input": 12},
     "gemma4_unified_text": {"global_head_dim": 16},
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
@@ -156,6 +156,8 @@ def build_architecture(model_type: str, folder: Path, **changes: Any) -> Path:
             for name, parameter in network.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(0, 0.1)
+                elif name.endswith("q_norm.weight") and model_type.startswith("gemma4"):  # the factor of its scores is in it
+                    parameter.normal_(0.15, 0.03)
                 elif "norm" in name:
                     parameter.normal_(1, 0.1)
         network.save_pretrained(folder)
