@@ -19,7 +19,7 @@ from .types import Int32Array, Int64Array
 
 BLOCK_NAME_BYTES: Final = 32
 _SCALE_BYTES: Final = 2
-_ALIGNMENT: Final = 16  # of blocks with scales, and of those beside pages
+ALIGNMENT: Final = 16  # of blocks with scales, and of those beside pages
 HOST_BITS: Final = {"fp8": 8, "int8": 8, "int4": 4}  # of an element below the device, by the name of its format
 _Positions = TypeVar("_Positions", Int32Array, Int64Array)
 
@@ -197,10 +197,10 @@ class KvSpec:
         if self.scaled_bits:
             element = self.num_kv_heads * self.head_dim
             tail = max((len(group.layers) * element * group.tail_item_bytes for group in self.groups), default=0)
-            return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes(0)) // _ALIGNMENT) * _ALIGNMENT
+            return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes(0)) // ALIGNMENT) * ALIGNMENT
         num_bytes, pages = self._num_elements * self.item_bytes, [group.page_bytes for group in self.groups]
         if any(pages):  # which are aligned
-            num_bytes = -(-max(num_bytes, *pages) // _ALIGNMENT) * _ALIGNMENT
+            num_bytes = -(-max(num_bytes, *pages) // ALIGNMENT) * ALIGNMENT
         return self.page_bytes or num_bytes
 
     @property
@@ -255,7 +255,7 @@ class KvSpec:
             return self.block_bytes
         num_sides, num_heads, head_dim = self.host_sides
         head_bytes = head_dim * HOST_BITS[self.host_kv_dtype] // 8 + _SCALE_BYTES
-        return -(-num_sides * num_heads * head_bytes // _ALIGNMENT) * _ALIGNMENT
+        return -(-num_sides * num_heads * head_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def host_sides(self) -> HostSides:

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
-from ...core.values.kv_spec import HOST_BITS, KvSpec, LayerGroup
+from ...core.values.kv_spec import ALIGNMENT, HOST_BITS, KvSpec, LayerGroup
 from ..arena import Place
 from ..private_file import FileRefused
 
@@ -119,7 +119,7 @@ def _has_valid_shape(spec: KvSpec, group: LayerGroup) -> bool:
     heads = group.num_kv_heads, group.head_dim
     if not (any(heads) or group.page_bytes):
         return True
-    is_one = all(heads) != bool(group.page_bytes) and any(heads) == all(heads)
+    is_one = all(heads) != bool(group.page_bytes) and any(heads) == all(heads) and group.page_bytes % ALIGNMENT == 0
     return is_one and not (spec.scaled_bits or spec.is_opaque or group.has_states or group.is_tail)
 
 

@@ -81,6 +81,6 @@ def test_both_tables_of_a_model_are_reserved(tmp_path):
     model, _ = load_model(build_model_folder(tmp_path, gemma3), progress=False)
     assert model.reserve_positions(3000) == 3000
     with Tables() as tables:
-        for table in (model._rotary, model._local_rotary):
+        for table in model._rotaries.values():
             table.rows(torch.tensor([2999]), 2999)
     assert [len(table()) for table in tables.read] == 4 * [3000]

@@ -15,6 +15,7 @@ from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner,
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.split import WHOLE, Split, config_of_rank
 from kvkeeper.engine_service.ranks.rank_model import load_rank_model
+from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout
 from tests.support.models.tiny_models import (
@@ -66,14 +67,24 @@ def test_the_demo_model_draws_the_tokens_that_one_rank_draws():
         assert torch.equal(ours.argmax(1), theirs.argmax(1))
 
 
-def test_eight_bits_are_split_too(tmp_path):
-    """The scales of what is cut by its inputs are finer, so that the error is no larger than one rank's."""
+@pytest.fixture
+def kernels():
+    pytest.importorskip("numba")
+    compiled.switch(on=True)
+    yield
+    compiled.switch(on=False)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_weights_of_integers_are_split_too(tmp_path, bits):
+    """Each rank has groups of its own of what is cut by its inputs, so that the error is about one rank's."""
     folder = build_model_folder(tmp_path, tiny_model("llama"))
     cases = [NumericsCase(random_tokens(30))]
     reference = reference_logits(folder, cases)
-    whole, _ = load_model(folder, dtype="int8", progress=False)
+    whole, _ = load_model(folder, dtype=bits, progress=False)
     alone = reference.error(HandTables(whole, BLOCK_SIZE).compute(cases, 7))
-    assert reference.error(split_logits(folder, 2, cases, dtype="int8")) < 1.5 * alone
+    assert reference.error(split_logits(folder, 2, cases, dtype=bits)) < 1.5 * alone
 
 
 def test_k_and_v_in_fewer_bits_are_those_of_one_rank(tmp_path):
