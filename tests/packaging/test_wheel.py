@@ -30,8 +30,8 @@ OF_OTHER_EXTRAS = (  # `cpu`, `http`, `gateway`, `remote`, `events`, `gguf`
     *(
         f"kvkeeper.kernels.cpu.{name}"
         for name in (
-            *(f"{of}_kernels" for of in ("attention", "integer", "penalty", "product", "program", "quantised", "row")),
-            *("attention_tiles", "kernel_parts", "key_tiles", "number_formats", "tiles"),
+            *(f"{of}_kernels" for of in ("attention", "delta", "integer", "penalty", "product", "program", "quantised", "row")),
+            *("attention_tiles", "delta_tiles", "integer_tiles", "kernel_parts", "key_tiles", "number_formats", "tiles"),
         )
     ),
     "kvkeeper.http",
