@@ -58,30 +58,25 @@ def quantise_linear(weight: LinearWeight, bits: Literal[8, 4]) -> IntegerWeight:
         raise UnsupportedDeviceError(_OP, "cpu, without the compiled kernels")
     groups = functional.pad(data, (0, -data.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     quantise = _quantise_8 if bits == 8 else partial(_quantise_4, num_steps=_choose_steps(groups))
-    parts = [quantise(rows) for rows in groups.split(_ROWS_AT_A_TIME)]
-    integers, scales, lows, factors = (
-        torch.cat(each) if isinstance(each[0], torch.Tensor) else None for each in zip(*parts, strict=True)
-    )
-    assert integers is not None
-    assert scales is not None
-    assert factors is not None
-    return IntegerWeight(pack_integers(integers, scales, lows, factors), weight.bias, data.shape[1], data.shape[0])
+    parts = (quantise(rows) for rows in groups.split(_ROWS_AT_A_TIME))
+    integers, scales, lows, factors = map(torch.cat, zip(*parts, strict=True))
+    return IntegerWeight(pack_integers(bits, integers, scales, lows, factors), weight.bias, data.shape[1], data.shape[0])
 
 
-_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _quantise_8(groups: torch.Tensor) -> _Parts:
-    """Integers, scales over factors, no lows, and factors, of weights [O, groups, GROUP]."""
+    """Integers, scales and lows over factors, and factors, of weights [O, groups, GROUP]. The lows are 0."""
     scales = groups.abs().amax(2) / _MOST_8
     factors = scales.amax(1).clamp_(min=_LEAST_FACTOR)
     halves = _half_up(scales / factors[:, None])
     integers = (groups / (halves * factors[:, None]).clamp_(min=_LEAST_FACTOR)[..., None]).round_()
-    return integers.clamp_(-_MOST_8, _MOST_8).to(torch.int8), halves, None, factors
+    return integers.clamp_(-_MOST_8, _MOST_8).to(torch.int8), halves, torch.zeros_like(halves), factors
 
 
 def _quantise_4(groups: torch.Tensor, num_steps: Sequence[int]) -> _Parts:
-    """The same with lows. num_steps: of the grids that are tried, the first for all groups."""
+    """The same of 4 bits. num_steps: of the grids that are tried, the first for all groups."""
     flat, (low, high) = groups.flatten(0, 1), groups.flatten(0, 1).aminmax(dim=1)
     by_row = (high - low).view(groups.shape[:2]).amax(1) / _MOST_4, low.view(groups.shape[:2]).abs().amax(1) / _LOWS_TO_SCALES
     factors = torch.maximum(*by_row).clamp_(min=_LEAST_FACTOR)
@@ -114,9 +109,9 @@ def _choose_steps(groups: torch.Tensor) -> Sequence[int]:
     sample = groups[:: max(len(groups) // _SAMPLE, 1)]
     flat = sample.flatten(0, 1)
     low, high = flat.aminmax(dim=1)
-    ones, is_on = torch.ones(len(flat)), torch.zeros(len(flat), dtype=torch.bool)
+    width, is_on = high - low, torch.zeros(len(flat), dtype=torch.bool)
     for count in _STEPS:
-        is_on |= _fit_grid(flat, low, high - low, ones * (high - low).clamp(min=_LEAST_FACTOR), count)[2] <= _ON_GRID
+        is_on |= _fit_grid(flat, low, width, width.clamp(min=_LEAST_FACTOR), count)[2] <= _ON_GRID
     return _STEPS if float(is_on.float().mean()) > _MOSTLY else _STEPS[:1]
 
 

@@ -29,7 +29,6 @@ from .tiles import (
     LONG,
     MOST_COLUMNS,
     MOST_ROWS,
-    MOST_VECTORS,
     Vectors,
     call_outlined,
     emit_by_size,
@@ -243,9 +242,10 @@ def make_multiply_integers(bits: int) -> Any:
     It is multiply(out_at, out_stride, x_at, x_stride, terms_at, terms_stride, weights_at, scales_at, group_bytes, num_groups,
     num_rows, width, is_more): out float32 [rows, width], of x int8 [rows, groups, GROUP] and its terms [rows, groups, 2], each
     a float32 scale and the int32 sum of the group's integers; added to what is there if is_more. weights_at and scales_at are
-    those of the first group and of the first output, and the next group is group_bytes on. width is a multiple of LANES.
+    those of the first group and of the first output, and the next group is group_bytes on. width is 1, 2, 4 up to MOST_VECTORS
+    times LANES.
     """
-    multiply_tile, many, lanes, most_vectors = _make_tile(bits), MOST_ROWS, LANES, MOST_VECTORS
+    multiply_tile, many, lanes = _make_tile(bits), MOST_ROWS, LANES
 
     @helper
     def multiply(
@@ -263,30 +263,24 @@ def make_multiply_integers(bits: int) -> Any:
         width,
         is_more,
     ):
-        column = 0
-        while column < width:
-            vectors = most_vectors
-            while vectors * lanes > width - column:
-                vectors //= 2
-            row = 0
-            while row < num_rows:
-                rows = min(many, num_rows - row)
-                multiply_tile(
-                    out_at + row * out_stride + column * 4,
-                    out_stride,
-                    x_at + row * x_stride,
-                    x_stride,
-                    terms_at + row * terms_stride,
-                    terms_stride,
-                    weights_at + column * 4,
-                    scales_at + column * 2,
-                    group_bytes,
-                    num_groups,
-                    is_more,
-                    rows,
-                    vectors,
-                )
-                row += rows
-            column += vectors * lanes
+        vectors, row = width // lanes, 0
+        while row < num_rows:
+            rows = min(many, num_rows - row)
+            multiply_tile(
+                out_at + row * out_stride,
+                out_stride,
+                x_at + row * x_stride,
+                x_stride,
+                terms_at + row * terms_stride,
+                terms_stride,
+                weights_at,
+                scales_at,
+                group_bytes,
+                num_groups,
+                is_more,
+                rows,
+                vectors,
+            )
+            row += rows
 
     return multiply

@@ -50,18 +50,18 @@ def multiply(x: torch.Tensor, blocks: RowBlocks, bias: torch.Tensor | None, num_
 
 
 def pack_integers(
-    integers: torch.Tensor, scales: torch.Tensor, lows: torch.Tensor | None, factors: torch.Tensor
+    bits: Literal[8, 4], integers: torch.Tensor, scales: torch.Tensor, lows: torch.Tensor, factors: torch.Tensor
 ) -> IntegerBlocks:
-    """Lay out a weight of integers int8 [O, groups, GROUP] with scales [O, groups], and in 4 bits lows [O, groups]."""
+    """Lay out a weight of integers int8 [O, groups, GROUP] with scales, and of 4 bits with lows, [O, groups]."""
     width: int = load_kernels("integer_kernels", "").WIDTH
     num_out, num_groups, _ = integers.shape
     padded = functional.pad(integers, (0, 0, 0, 0, 0, -num_out % width))
     steps = padded.view(-1, width, num_groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if lows is not None:
+    if bits == 4:
         steps = steps[:, :, 0::2] | steps[:, :, 1::2] << 4
-    terms = [_pack_halves(each, width) for each in (scales, lows) if each is not None]
+    terms = [_pack_halves(each, width) for each in ((scales,) if bits == 8 else (scales, lows))]
     blocks = torch.cat((steps.flatten(2).view(torch.uint8), *terms), 2)
-    return IntegerBlocks(8 if lows is None else 4, blocks.contiguous(), factors)
+    return IntegerBlocks(bits, blocks, factors)
 
 
 def _pack_halves(numbers: torch.Tensor, width: int) -> torch.Tensor:
