@@ -7,7 +7,9 @@ from typing import Final
 from .family import DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule
 
 _EACH = ("gate_proj", "up_proj", "down_proj")
-_QWEN3_5 = Family(
+_DELTA = DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4)
+# What Qwen3-Next and Qwen3.5 have in common.
+_WITH_DELTA = Family(
     qk_norm="head",
     head_dim=256,
     has_norm_offset=True,
@@ -15,9 +17,9 @@ _QWEN3_5 = Family(
     has_partial_rope=True,
     default_part=0.25,
     ignores="mtp.",
-    delta=DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4, is_mixed=False),
+    delta=_DELTA,
 )
-
+_QWEN3_5 = replace(_WITH_DELTA, delta=replace(_DELTA, is_mixed=False))
 _GEMMA4 = Family(
     scales_embeddings=True,
     activation="gelu_tanh",
@@ -270,15 +272,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
             intermediate_key="moe_intermediate_size",
         ),
     ),
-    "qwen3_next": Family(
-        qk_norm="head",
-        head_dim=256,
-        has_norm_offset=True,
-        has_output_gate=True,
-        has_partial_rope=True,
-        default_part=0.25,
-        ignores="mtp.",
-        delta=DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4),
+    "qwen3_next": replace(
+        _WITH_DELTA,
         experts=ExpertNames(
             "mlp",
             _EACH,
