@@ -25,6 +25,7 @@ def make_limits(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> 
     bound, max_len = min((of_model, of_pool, of_cache, own), key=lambda bounded: bounded[1])  # of equals the first
     retained_bound, most = min((of_cache, own), key=lambda bounded: bounded[1])
     max_running = min(config.max_sequences, pool.max_sequences)
+    has_tail = any(group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.spec.groups)
     return Limits(
         block_size=pool.block_size,
         max_len=max_len,
@@ -40,10 +41,10 @@ def make_limits(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> 
         num_host_blocks=pool.num_host_blocks,
         block_bytes=pool.block_bytes,
         prefix_caching=pool.prefix_caching,
-        takes_partial=pool.prefix_caching,
+        takes_partial=pool.prefix_caching and not has_tail,
         num_usable_blocks=pool.num_blocks - 1,
         group_spans=spans,
-        has_tail=any(group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.spec.groups),
+        has_tail=has_tail,
         max_distance=model.max_len,
         max_retained_len=0 if model.refuses_retention else most,
         bound=bound,
