@@ -7,17 +7,15 @@ operations as the chunked form; its matrices stay in a thread's own memory, cut 
 result does not depend on where a row is cut, to the bit. Arithmetic is in float32.
 """
 
-from typing import Final
-
 import numpy as np
 from numba import carray
 
+from ..types import STATE_CHUNK
 from .delta_tiles import COLUMNS, copy_columns, pass_tile
 from .kernel_parts import exp, find_share, floats_at, helper, int64s_at, keep, named_kernel
 from .number_formats import element_of_file
 
 NUM_BYTES, row_at, number_of, element_of = element_of_file(__name__)
-_CHUNK: Final = 64  # tokens; of a chunk at most
 
 
 @helper
@@ -147,10 +145,12 @@ def delta_rule(data):
     matrix_len, head_len = num_tiles * tile_len, key_dim * value_dim
     tiles = np.zeros(each * matrix_len, np.float32)
     taps = np.empty(kernel * channels, np.float32)
-    window = np.empty((before + _CHUNK) * channels, np.float32)
-    made = np.empty(_CHUNK * channels, np.float32)
-    turned = np.zeros(2 * _CHUNK * height, np.float32)  # each token's query and key
-    scales = np.empty((2 * each + 1) * _CHUNK, np.float32)  # each token's query times its key; by head what it keeps, corrects
+    window = np.empty((before + STATE_CHUNK) * channels, np.float32)
+    made = np.empty(STATE_CHUNK * channels, np.float32)
+    turned = np.zeros(2 * STATE_CHUNK * height, np.float32)  # each token's query and key
+    scales = np.empty(
+        (2 * each + 1) * STATE_CHUNK, np.float32
+    )  # each token's query times its key; by head what it keeps, corrects
     vectors = np.zeros(3 * COLUMNS, np.float32)
     tiles_at, turned_at, deltas_at = tiles.ctypes.data, turned.ctypes.data, vectors.ctypes.data
     held_at, made_at = deltas_at + 4 * COLUMNS, deltas_at + 8 * COLUMNS
@@ -194,12 +194,12 @@ def delta_rule(data):
                 for number in range(each):
                     value_head = head * each + number
                     keeps = _find_decay(number_of(gates[num_heads + value_head]), biases[value_head], logs[value_head])
-                    scales[(2 * number + 1) * _CHUNK + token] = keeps
-                    scales[(2 * number + 2) * _CHUNK + token] = np.float32(1) / (
+                    scales[(2 * number + 1) * STATE_CHUNK + token] = keeps
+                    scales[(2 * number + 2) * STATE_CHUNK + token] = np.float32(1) / (
                         np.float32(1) + exp(-number_of(gates[value_head]))
                     )
             for number in range(each):
-                decays, betas = scales[(2 * number + 1) * _CHUNK :], scales[(2 * number + 2) * _CHUNK :]
+                decays, betas = scales[(2 * number + 1) * STATE_CHUNK :], scales[(2 * number + 2) * STATE_CHUNK :]
                 for tile in range(num_tiles):
                     tile_at, column = tiles_at + (number * matrix_len + tile * tile_len) * 4, tile * COLUMNS
                     width, q_at = min(COLUMNS, value_dim - column), turned_at

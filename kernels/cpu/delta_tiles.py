@@ -55,13 +55,10 @@ def _emit(builder: Any, arguments: Any) -> None:
     def vector_at(address: Any, number: int) -> Any:
         return builder.inttoptr(builder.add(address, LONG(4 * LANES * number)), of.floats.as_pointer())
 
-    def spread(number: Any) -> Any:
-        return builder.bitcast(of.spread(builder.bitcast(number, ir.IntType(32))), of.floats)
-
     def spread_at(address: Any, offset: Any) -> Any:
-        return spread(builder.load(builder.inttoptr(builder.add(address, offset), _FLOAT.as_pointer()), align=4))
+        return of.spread_float(builder.load(builder.inttoptr(builder.add(address, offset), _FLOAT.as_pointer()), align=4))
 
-    decays = spread(decay)
+    decays = of.spread_float(decay)
     deltas = [builder.load(vector_at(delta_at, number), align=4) for number in range(MOST_VECTORS)]
     before, step, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(step)

@@ -68,14 +68,14 @@ class PartialNodes:
                     yield node
 
     def touch(self, node: PartialNode) -> None:
-        """A sequence has started on it."""
+        """A sequence has started on it, or would have left it."""
         self._nodes[node.key] = self._nodes.pop(node.key)
 
     def add(self, parent: int, tokens: Int32Array, blocks: Int32Array, tenant: int) -> Int32Array | None:
         """Names these blocks. Returns the blocks of a node that had to go for it; None, and no change, where it is there."""
         node = PartialNode(parent, np.ascontiguousarray(tokens, "<i4").tobytes(), blocks, tenant)
         if node.key in self._nodes:
-            self._nodes[node.key] = self._nodes.pop(node.key)
+            self.touch(node)
             return None
         if not self._most:
             return None
