@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from .attention.retention import Retention
-from .types import CountedTensors, DeltaInputs, DeltaState, LinearWeight, StateChunks, StateRows
+from .types import ConvInputs, CountedTensors, DeltaInputs, DeltaState, LinearWeight, StateChunks, StateRows
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -203,6 +203,27 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
             first = int(chunks.firsts[chunk])
             memory, window = _take_tokens(inputs, range(first, first + int(chunks.lens[chunk])), memory, window, out)
             _write_state(state, int(chunks.writes[chunk]), memory, window)
+
+
+def short_conv(inputs: ConvInputs, window: torch.Tensor, rows: StateRows | StateChunks, out: torch.Tensor) -> None:
+    """Reference of short_conv.short_conv."""
+    if isinstance(rows, StateRows):
+        tokens = torch.arange(len(out)) if rows.tokens is None else rows.tokens
+        each = torch.arange(len(rows.reads))
+        rows = StateChunks(rows.reads, torch.arange(len(each) + 1), each, tokens, torch.ones_like(each), rows.writes)
+    for row, read in enumerate(rows.reads.tolist()):
+        held = window[read].clone() if read else torch.zeros_like(window[0])
+        for chunk in range(int(rows.starts[row]), int(rows.starts[row + 1])):
+            first = int(rows.firsts[chunk])
+            for token in range(first, first + int(rows.lens[chunk])):
+                taken, leaves, given = inputs.mixed[token].chunk(3)
+                held = torch.cat((held, (taken * given)[None]))
+                made = (held.double() * inputs.conv.double().T).sum(0)
+                made += 0 if inputs.bias is None else inputs.bias.double()
+                out[token] = leaves * made.to(out.dtype)
+                held = held[1:]
+            if page := int(rows.writes[chunk]):
+                window[page] = held
 
 
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -121,6 +121,19 @@ class DeltaState(NamedTuple):
     conv: torch.Tensor
 
 
+class ConvInputs(NamedTuple):
+    """What the tokens of a step bring to a gated short convolution of C channels, and its weights.
+
+    Attributes:
+        mixed: [T, 3 C]: factors of what goes in, factors of what comes out, and what goes in.
+        conv: [C, kernel], as mixed. bias: [C], or None.
+    """
+
+    mixed: torch.Tensor
+    conv: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class StateRows(NamedTuple):
     """Rows of one token. A page that is 0 is read as the state before the first token, and not written.
 

@@ -21,14 +21,13 @@ from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_len
 from kvkeeper.kernels.layout import KvLayout, KvShape
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.scratch import Scratch
-from kvkeeper.kernels.types import DeltaState
 
 from ..model.attention import StepAttention, attention_arrays, attention_parts, build_step_attention
 from ..model.checkpoint.errors import ModelError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
-from ..model.recurrent.state_pages import build_state_metadata, state_arrays, view_states
+from ..model.recurrent.state_pages import State, build_state_metadata, state_arrays, view_states
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..model.transformers_model import ModelShape, TransformersModel
 from ..values.batch import Batch, IntArray
@@ -118,12 +117,12 @@ def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]
     )
 
 
-def _view_states(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, list[DeltaState]]:
+def _view_states(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, list[State]]:
     """The states of the layers of the recurrent groups, by number of the group."""
-    if not isinstance(model, Decoder) or model.config.delta is None:
+    if not isinstance(model, Decoder) or model.config.recurrent is None:
         return {}
-    shape = model.config.delta.shape
-    return {at: view_states(kv_view, shape, len(group.layers)) for at, group in enumerate(groups) if group.is_recurrent}
+    tensors = model.config.recurrent.shape.state
+    return {at: view_states(kv_view, tensors, len(group.layers)) for at, group in enumerate(groups) if group.is_recurrent}
 
 
 class ModelRunner:

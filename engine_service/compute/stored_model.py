@@ -20,6 +20,7 @@ from ..model.checkpoint.errors import UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup, group_layers, group_states
+from ..model.recurrent.recurrent_config import state_bytes
 from ..model.stored_attention import count_tail_layers
 
 
@@ -75,17 +76,17 @@ _WHAT = "models without recurrent layers"
 
 def has_states(config: ModelConfig) -> bool:
     """Whether any layer keeps a state."""
-    return config.delta is not None and bool(config.delta.layers)
+    return config.recurrent is not None and bool(config.recurrent.layers)
 
 
 def state_groups(model: Decoder, block_size: int, checkpoint_blocks: int) -> tuple[LayerGroup, ...]:
     """The groups of such a model. Raises UnsupportedModelError where a block is too small for a state."""
     config = model.config
-    assert config.delta is not None, "asked of models with states"
+    assert config.recurrent is not None, "asked of models with states"
     return group_states(
-        config.delta.layers,
+        config.recurrent.layers,
         config.num_layers,
-        config.delta.shape.state_bytes(model.dtype.itemsize),
+        state_bytes(config.recurrent.shape.state, model.dtype.itemsize),
         2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize,
         block_size,
         checkpoint_blocks,

@@ -23,9 +23,9 @@ from .families.family import Family, LatentFamily, QkNorm
 from .families.table import FAMILIES
 from .layer_groups import Heads
 from .layer_kinds import parse_chunks, parse_unrotated, parse_windows
-from .layer_shapes import LayerInputsConfig, parse_layers
+from .layer_shapes import LayerInputsConfig, parse_layers, parse_width
 from .quantised.scheme import FIELD, Scheme, parse_scheme
-from .recurrent.delta_config import DeltaConfig, parse_delta
+from .recurrent.recurrent_config import RecurrentConfig, parse_recurrent
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
 
 
@@ -75,7 +75,7 @@ class ModelConfig:
         has_sink_logits: each head's softmax has a key without a value, with a score of its own.
         has_output_gate: what each head attends to is multiplied by the sigmoid of a projection of its own.
         latent: attention is over latents; then head_dim is a slot's, of one KV head. None: over K and V.
-        delta: some layers are gated delta nets, which keep a state instead of K and V. None: all are attention.
+        recurrent: some layers keep a state instead of K and V. None: all are attention.
         layer_heads: KV heads of each layer, and their size, where layers differ. (): all have num_kv_heads of head_dim.
         kv_sources: of the last layers, which store no K and V, the layers whose they read. (): every layer stores its own.
         keys_as_values: layers whose values are their keys, before norm and rotation.
@@ -127,7 +127,7 @@ class ModelConfig:
     pairs_sides: bool = False
     has_output_gate: bool = False
     latent: LatentConfig | None = None
-    delta: DeltaConfig | None = None
+    recurrent: RecurrentConfig | None = None
     layer_heads: tuple[Heads, ...] = ()
     kv_sources: tuple[int, ...] = ()
     keys_as_values: frozenset[int] = frozenset()
@@ -206,7 +206,7 @@ def why_library(raw: Mapping[str, Any], *, has_library: bool) -> str:
         parse_model_config(raw)
     except UnsupportedModelError as error:
         # The library's recurrent layers have states of their own: its refusal would not name what is not built.
-        by_library = has_library and raw.get(FIELD) is None and FAMILIES[raw["model_type"]].delta is None
+        by_library = has_library and raw.get(FIELD) is None and FAMILIES[raw["model_type"]].recurrent is None
         return str(error) if by_library else ""
     except ModelError:
         return ""
@@ -250,7 +250,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         family=family_name,
         vocab_size=count(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=count(raw, family.mlp_width),
+        intermediate_size=parse_width(raw, family),
         num_layers=num_layers,
         num_heads=num_heads,
         max_position=max(max_position, rope.max_position),
@@ -275,7 +275,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         has_sink_logits=family.has_sink_logits,
         has_output_gate=family.has_output_gate,
         latent=latent,
-        delta=None if family.delta is None else parse_delta(raw, family.delta, num_layers),
+        recurrent=None if family.recurrent is None else parse_recurrent(raw, family.recurrent, num_layers),
         norm_offset=family.has_norm_offset,
         norms=family.norms,
         experts=parse_experts(raw, family, num_layers),
@@ -287,8 +287,11 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _with_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same with the sizes that only the config of a text part leaves out."""
-    return {**DEFAULT_SIZES.get(str(raw.get("model_type")), {}), **raw} if raw.get(WRAPPER) else raw
+    """The same with the sizes that only the config of a text part leaves out, and its family's own fields under usual names."""
+    model_type = str(raw.get("model_type"))
+    named = FAMILIES[model_type].fields if model_type in FAMILIES else {}
+    sizes = DEFAULT_SIZES.get(model_type, {}) if raw.get(WRAPPER) else {}
+    return {**sizes, **raw, **{usual: raw[own] for own, usual in named.items() if raw.get(own) is not None}}
 
 
 def _find_family(raw: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_beside, apply_mlp
 from .latent import LatentWeights, latent_attention
 from .layer_inputs import InputWeights, LayerInputWeights, add_layer_input, make_layer_inputs
-from .recurrent.delta_layer import DeltaWeights, delta_layer
+from .recurrent.mixer import Mixer
 from .rotary_table import RotaryTable
 from .split import WHOLE, Split
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
@@ -44,9 +44,9 @@ class LayerWeights:
         input_norm, post_norm: [H], of what attention and MLP take.
         attention_out_norm, mlp_out_norm: [H], of what they give, before it is added.
         qkv: [(N + 2 M) D, H]: queries, keys, values, and behind them the N D of an output gate, where the family has one; None:
-            `latent` has what attention projects, or `delta` what a gated delta net does.
+            `latent` has what attention projects, or `mixer` what is there in the place of attention.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
-        o: [H, N D]; of a gated delta net [H, Hv Dv].
+        o: [H, N D]; behind a mixer [H, as many as that gives].
         sink_logits: float32 [N], see paged_attention_decode.
         value_norm: ones [M, D], where values are normalised.
         own_input: what mixes in the layer's own input, at its end. scale: [1], factor of what the layer gives, behind that.
@@ -65,7 +65,7 @@ class LayerWeights:
     mlp_out_norm: torch.Tensor | None = None
     sink_logits: torch.Tensor | None = None
     latent: LatentWeights | None = None
-    delta: DeltaWeights | None = None
+    mixer: Mixer | None = None
     value_norm: torch.Tensor | None = None
     own_input: LayerInputWeights | None = None
     scale: torch.Tensor | None = None
@@ -207,9 +207,9 @@ class Decoder:
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
-            if layer.delta is not None and self.config.delta is not None:
+            if layer.mixer is not None:
                 assert isinstance(metadata, StepAttention), "states are not stored in another format"
-                x = delta_layer(x, layer.delta, self.config.delta.shape, eps, *metadata.get_states(index))
+                x = layer.mixer.run(x, eps, *metadata.get_states(index))
             else:
                 of_layer, kv_layer = metadata.of_layer(index)
                 x = self._attention(index, x, layer, given.turns[index], kv_layer, of_layer)
@@ -361,9 +361,9 @@ def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> 
     own_input = None if layer.own_input is None else layer.own_input.packed(packed)
     qkv = None if layer.qkv is None else packed(layer.qkv)
     latent = None if layer.latent is None else layer.latent.packed(packed)
-    delta = None if layer.delta is None else layer.delta.packed(packed)
+    mixer = None if layer.mixer is None else layer.mixer.packed(packed)
     mlp, o = layer.mlp.packed(packed), packed(layer.o)
-    return dataclasses.replace(layer, qkv=qkv, latent=latent, delta=delta, own_input=own_input, o=o, mlp=mlp)
+    return dataclasses.replace(layer, qkv=qkv, latent=latent, mixer=mixer, own_input=own_input, o=o, mlp=mlp)
 
 
 def _packed(weight: Weight, pack: Callable[[LinearWeight], Weight]) -> Weight:

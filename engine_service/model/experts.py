@@ -181,7 +181,7 @@ def route(x: torch.Tensor, weights: ExpertWeights) -> tuple[torch.Tensor, torch.
     best, chosen = merits.topk(routing.num_chosen)
     shares = best if merits is scores else scores.gather(1, chosen)
     if routing.is_renormalised:
-        shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares / (shares.sum(-1, keepdim=True) + routing.least)
     if routing.scale != 1.0:
         shares = shares * routing.scale
     if weights.scales is not None:

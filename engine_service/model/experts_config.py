@@ -21,6 +21,7 @@ class Routing:
         num_groups, num_chosen_groups: experts are chosen from the best of so many equal groups (DeepSeek-V2, arXiv 2405.04434).
         group_score: a group is as good as its best expert, or as the sum of its best two (DeepSeek-V3, arXiv 2412.19437).
         weighs_inputs: an expert's input is weighed instead of its output.
+        least: added to the sum that renormalised weights are divided by.
         is_wide: logits are computed in float32, whatever the weights' dtype.
     """
 
@@ -33,6 +34,7 @@ class Routing:
     group_score: Literal["best", "best_two"] = "best"
     is_wide: bool = False
     weighs_inputs: bool = False
+    least: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ def _expert_layers(raw: Mapping[str, Any], rule: RoutingRule, num_layers: int) -
 
 def _parse_routing(raw: Mapping[str, Any], family: ExpertNames, num_experts: int, num_chosen: int) -> Routing:
     rule = family.routing
+    if rule.has_correction and raw.get("use_expert_bias") is False:
+        raise UnsupportedModelError("use_expert_bias", False, "true")
     if (said := raw.get("scoring_func", rule.scoring)) != rule.scoring:
         raise UnsupportedModelError("scoring_func", said, rule.scoring)
     by_groups = rule.groups is not None
@@ -138,4 +142,5 @@ def _parse_routing(raw: Mapping[str, Any], family: ExpertNames, num_experts: int
         group_score=rule.group_score,
         is_wide=rule.is_wide,
         weighs_inputs=rule.weighs_inputs,
+        least=rule.least,
     )

@@ -1,5 +1,5 @@
-"""What differs from layer to layer of a family beside windows: heads of K and V, layers that read the K and V of others, inputs
-of a layer's own. Here config.json says it.
+"""Sizes of layers, and what differs from layer to layer of a family beside windows: heads of K and V, layers that read the K
+and V of others, inputs of a layer's own. Here config.json says it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint.errors import UnsupportedModelError
-from .checkpoint.json_file import bad, count, flag
+from .checkpoint.json_file import bad, count, flag, number
 from .families.family import Family
 from .layer_groups import Heads
 
@@ -20,6 +20,18 @@ class LayerInputsConfig:
 
     vocab_size: int
     size: int
+
+
+def parse_width(raw: Mapping[str, Any], family: Family) -> int:
+    """Inner width of an MLP; where it is adjusted, two thirds of it by a factor, up to the next multiple."""
+    width = count(raw, family.mlp_width)
+    if not family.adjusts_width or not (raw.get("block_auto_adjust_ff_dim") is None or flag(raw, "block_auto_adjust_ff_dim")):
+        return width
+    width = 2 * width // 3
+    if raw.get("block_ffn_dim_multiplier", 1.0) is None:
+        return width
+    width, multiple = int(number(raw, "block_ffn_dim_multiplier", 1.0) * width), count(raw, "block_multiple_of", 256)
+    return -(-width // multiple) * multiple
 
 
 def parse_layers(
@@ -58,9 +70,11 @@ def _parse_heads(
             count(raw, "global_head_dim", family.full_head_dim),
         )
         found = tuple(heads if window else full for window in windows)
-    for number, size in found:
-        if num_heads % number or size % 2:
-            raise bad("heads", f"of a layer must divide num_attention_heads {num_heads} and be even, are {number} of {size}")
+    for num_kv_heads, size in found:
+        if num_heads % num_kv_heads or size % 2:
+            raise bad(
+                "heads", f"of a layer must divide num_attention_heads {num_heads} and be even, are {num_kv_heads} of {size}"
+            )
     kinds = {(window is None, each) for window, each in zip(windows, found, strict=True)}
     if len(kinds) > len({is_full for is_full, _ in kinds}):
         raise UnsupportedModelError(_PER_LAYER, "other heads in layers of one kind", "the same in all layers of a kind")

@@ -69,7 +69,7 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
         return config
     if config.is_latent:
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without latent attention")
-    if config.delta is not None and config.delta.layers:
+    if config.recurrent is not None and config.recurrent.layers:
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without recurrent layers")
     if config.has_output_gate:
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without output gates")

@@ -46,7 +46,7 @@ def why_not_paged(config: Any, network_class: Any) -> str:
     if others or getattr(network_class, "_is_stateful", False):
         layers = f"{len(others)} of its {len(kinds)} layers keep" if others else "its layers keep"
         named = f" ({', '.join(sorted(set(others)))})" if others else ""
-        ours = ", ".join(name for name, family in FAMILIES.items() if family.delta is not None)
+        ours = ", ".join(name for name, family in FAMILIES.items() if family.recurrent is not None)
         return f"{layers} a state of their own for each sequence{named}, which this engine computes for {ours} alone"
     module = sys.modules.get(getattr(network_class, "__module__", ""))
     says_alibi = getattr(config, "alibi", getattr(getattr(config, "attn_config", None), "alibi", True))

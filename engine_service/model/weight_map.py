@@ -16,7 +16,7 @@ from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .latent import LatentWeights
 from .layer_inputs import InputWeights, allocate_inputs, allocate_layer_input, input_destinations, layer_input_destinations
-from .recurrent.delta_layer import allocate_delta, delta_destinations
+from .recurrent.mixer import allocate_mixer
 from .rotary_table import rotated_order
 from .split import WHOLE, Split, config_of_rank
 
@@ -48,7 +48,14 @@ def allocate_weights(
     if config.layer_inputs is not None:
         inputs = allocate_inputs(config.layer_inputs, config.num_layers, config.hidden_size, empty)
         destinations |= {f"model.{name}": destination for name, destination in input_destinations(inputs)}
-    return DecoderWeights(embed, layers, norm, None if lm_head is None else LinearWeight(lm_head), inputs), destinations
+    stored = {_stored_name(name, config.family): destination for name, destination in destinations.items()}
+    return DecoderWeights(embed, layers, norm, None if lm_head is None else LinearWeight(lm_head), inputs), stored
+
+
+def _stored_name(name: str, family: str) -> str:
+    for own, other in FAMILIES[family].stored_names.items():
+        name = name.replace(own, other)
+    return name
 
 
 def biases_added_up(weights: DecoderWeights) -> Iterator[torch.Tensor]:
@@ -84,7 +91,7 @@ def pair_rotated(config: ModelConfig, weights: DecoderWeights) -> None:
     order = _from_sides(config.head_dim) if config.pairs_sides else rotated_order(config.head_dim, rotated_dim)
     num_rows = (config.num_heads + config.num_kv_heads) * config.head_dim
     for layer in weights.layers:
-        if layer.delta is not None:
+        if layer.mixer is not None:
             continue
         assert isinstance(layer.qkv, LinearWeight) and config.qk_norm != "whole", "no such family"
         if layer.qk_norm is not None:
@@ -133,24 +140,23 @@ def _allocate_layer(config: ModelConfig, index: int, empty: Empty) -> LayerWeigh
     def projection(num_out: int, num_in: int, bias: bool) -> LinearWeight:
         return _projection(empty, num_out, num_in, bias)
 
-    latent, delta = config.latent, config.delta
-    is_delta = delta is not None and index in delta.layers
+    latent, recurrent = config.latent, config.recurrent
+    shape = recurrent.shape if recurrent is not None and index in recurrent.layers else None
     num_outputs = config.num_heads * (head_dim if latent is None else latent.widths.value)
-    if delta is not None and is_delta:
-        num_outputs = delta.shape.num_value_heads * delta.shape.value_dim
+    o = (num_outputs, config.o_bias) if shape is None else (shape.num_outputs, shape.has_bias)
     has_experts = config.experts is not None and index in config.experts.layers
     return LayerWeights(
         input_norm=None if config.norms == "after" else empty(hidden),
-        qkv=projection(num_heads * head_dim, hidden, config.qkv_bias) if latent is None and not is_delta else None,
-        qk_norm=None if is_delta else _allocate_qk_norm(config, index, empty),
-        o=projection(hidden, num_outputs, config.o_bias and not is_delta),
+        qkv=projection(num_heads * head_dim, hidden, config.qkv_bias) if latent is None and shape is None else None,
+        qk_norm=None if shape is not None else _allocate_qk_norm(config, index, empty),
+        o=projection(hidden, *o),
         post_norm=None if config.norms == "after" else empty(hidden),
         mlp=_allocate_experts(config, index, empty) if has_experts else _allocate_mlp(config, config.mlp_width(index), empty),
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
         sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
         latent=None if latent is None else _allocate_latent(config, latent, empty),
-        delta=allocate_delta(delta.shape, hidden, empty) if delta is not None and is_delta else None,
+        mixer=None if shape is None else allocate_mixer(shape, hidden, empty),
         value_norm=empty(num_kv_heads, head_dim).fill_(1) if config.has_value_norm and num_stored else None,
         own_input=None if config.layer_inputs is None else allocate_layer_input(config.layer_inputs, hidden, empty),
         scale=empty(1) if config.has_layer_scales else None,
@@ -233,12 +239,10 @@ def _layer_destinations(
     if config.latent is not None and layer.latent is not None:
         yield from _latent_destinations(config, config.latent, layer.latent)
         yield from _by_inputs(layer.o, "self_attn.o_proj", *_whole_range(config.num_heads * config.latent.widths.value))
-    elif config.delta is not None and layer.delta is not None:
-        stored_delta = FAMILIES[config.family].delta
-        assert stored_delta is not None, "these layers come from that family"
-        yield from delta_destinations(config.delta.shape, layer.delta, is_mixed=stored_delta.is_mixed)
-        shape = config.delta.shape
-        yield from _by_inputs(layer.o, "linear_attn.out_proj", *_whole_range(shape.num_value_heads * shape.value_dim))
+    elif config.recurrent is not None and layer.mixer is not None:
+        shape = config.recurrent.shape
+        yield from layer.mixer.destinations()
+        yield from _by_inputs(layer.o, f"{shape.block}.out_proj", *_whole_range(shape.num_outputs))
     else:
         assert layer.qkv is not None, "a layer has either"
         if config.has_output_gate:

@@ -25,6 +25,7 @@ _OF_EACH_DTYPE: Final = {
     "attend_decode": "attention_kernels",
     "attend_prefill": "attention_kernels",
     "delta_rule": "delta_kernels",
+    "short_conv": "conv_kernels",
 }
 _OF_ONE: Final = {
     "quantise_rows": "integer_kernels",

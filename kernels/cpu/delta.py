@@ -4,6 +4,7 @@ import torch
 
 from ..types import STATE_CHUNK, DeltaInputs, DeltaState, StateChunks, StateRows
 from .launch import Launcher
+from .state_columns import state_columns
 
 _rule = Launcher("delta_rule", "q" * 23)
 _norm = Launcher("gated_norm", "q" * 8 + "d")
@@ -14,11 +15,7 @@ def delta_rule(inputs: DeltaInputs, state: DeltaState, rows: StateRows | StateCh
     memory, conv = state
     _, num_heads, key_dim, value_dim = memory.shape
     num_keys = (inputs.mixed.shape[1] - num_heads * value_dim) // (2 * key_dim)
-    columns: tuple[torch.Tensor | None, ...]  # None: each row is one chunk of one token, in order
-    if isinstance(rows, StateRows):
-        columns, num_tokens = (None, rows.tokens, None, rows.writes), len(rows.reads)
-    else:
-        columns, num_tokens = (rows.starts, rows.firsts, rows.lens, rows.writes), len(rows.writes) * STATE_CHUNK
+    num_tokens = len(rows.reads) if isinstance(rows, StateRows) else len(rows.writes) * STATE_CHUNK
     _rule(
         out.dtype,
         num_tokens * memory[0].numel(),
@@ -34,8 +31,7 @@ def delta_rule(inputs: DeltaInputs, state: DeltaState, rows: StateRows | StateCh
         memory.stride(0),
         conv.data_ptr(),
         conv.stride(0),
-        rows.reads.data_ptr(),
-        *(0 if column is None else column.data_ptr() for column in columns),
+        *state_columns(rows),
         len(rows.reads),
         num_keys,
         num_heads // num_keys,

@@ -12,16 +12,10 @@ from numba import carray
 
 from ..types import STATE_CHUNK
 from .delta_tiles import COLUMNS, copy_columns, pass_tile
-from .kernel_parts import exp, find_share, floats_at, helper, int64s_at, keep, named_kernel
+from .kernel_parts import exp, find_share, floats_at, get_or, helper, int64s_at, keep, named_kernel
 from .number_formats import element_of_file
 
 NUM_BYTES, row_at, number_of, element_of = element_of_file(__name__)
-
-
-@helper
-def _get_or(address, place, other):
-    """A column's number, or where there is no column the other one."""
-    return other if address == 0 else int64s_at(address, place + 1)[place]
 
 
 @helper
@@ -148,9 +142,8 @@ def delta_rule(data):
     window = np.empty((before + STATE_CHUNK) * channels, np.float32)
     made = np.empty(STATE_CHUNK * channels, np.float32)
     turned = np.zeros(2 * STATE_CHUNK * height, np.float32)  # each token's query and key
-    scales = np.empty(
-        (2 * each + 1) * STATE_CHUNK, np.float32
-    )  # each token's query times its key; by head what it keeps, corrects
+    # Each token's query times its key; by head what it keeps, and corrects.
+    scales = np.empty((2 * each + 1) * STATE_CHUNK, np.float32)
     vectors = np.zeros(3 * COLUMNS, np.float32)
     tiles_at, turned_at, deltas_at = tiles.ctypes.data, turned.ctypes.data, vectors.ctypes.data
     held_at, made_at = deltas_at + 4 * COLUMNS, deltas_at + 8 * COLUMNS
@@ -175,8 +168,8 @@ def delta_rule(data):
         for number in range(each):
             at = memory_at + (page * memory_stride + (head * each + number) * head_len) * 4
             _take_matrix(at if page > 0 else 0, tiles_at + number * matrix_len * 4, key_dim, value_dim, tile_len * 4)
-        for chunk in range(_get_or(starts_at, row, row), _get_or(starts_at, row + 1, row + 1)):
-            first, count = _get_or(firsts_at, chunk, chunk), _get_or(lens_at, chunk, np.int64(1))
+        for chunk in range(get_or(starts_at, row, row), get_or(starts_at, row + 1, row + 1)):
+            first, count = get_or(firsts_at, chunk, chunk), get_or(lens_at, chunk, np.int64(1))
             for token in range(count):
                 _take_inputs(
                     mixed_at + (first + token) * mixed_stride * NUM_BYTES, parts, window[(before + token) * channels :]

@@ -148,6 +148,12 @@ def find_share(args, num_items):
 
 
 @helper
+def get_or(address, place, other):
+    """A column's number, or where there is no column the other one."""
+    return other if address == 0 else int64s_at(address, place + 1)[place]
+
+
+@helper
 def keep(array):
     """Use an array that is worked on by its address. numba frees an array behind the last use of its name."""
     array[0] = array[0]

@@ -11,10 +11,11 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
-from ..checks import on_cuda, require, require_index
+from ..checks import on_cuda, require
 from ..cpu import compiled
 from ..cpu.delta import delta_rule as compiled_rule
 from ..types import DeltaInputs, DeltaState, StateChunks, StateRows
+from .pages import read_pages, require_pages, write_pages
 
 
 def delta_decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.Tensor) -> None:
@@ -80,10 +81,7 @@ def _check(op: str, inputs: DeltaInputs, state: DeltaState, rows: StateRows | St
         require(fits, op, name, "must be float32 [{}], is {} {}", num_heads, column.dtype, column.shape)
     fits = out.shape == (num_tokens, num_heads, value_dim) and out.is_contiguous() and out.dtype is mixed.dtype
     require(fits, op, "out", "must be {} [{}, {}, {}], is {}", mixed.dtype, num_tokens, num_heads, value_dim, out.shape)
-    for name, column_ in rows._asdict().items():
-        if column_ is not None:
-            require_index(op, name, column_, 1)
-            require(column_.dtype is torch.int64 and column_.is_contiguous(), op, name, "must be contiguous int64")
+    require_pages(op, rows)
 
 
 def _decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.Tensor) -> None:
@@ -118,18 +116,13 @@ def _prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, out: t
 
 def _read(state: DeltaState, pages: torch.Tensor) -> DeltaState:
     """The states [S, ...] in these pages."""
-    is_there = pages > 0
-    return DeltaState(
-        torch.where(is_there[:, None, None, None], state.memory.index_select(0, pages), 0.0),
-        torch.where(is_there[:, None, None], state.conv.index_select(0, pages), 0.0),
-    )
+    return DeltaState(*(read_pages(tensor, pages) for tensor in state))
 
 
 def _write(state: DeltaState, pages: torch.Tensor, made: DeltaState) -> None:
     """Put states [S, ...] into these pages."""
-    is_there = pages > 0
     for to, given in zip(state, made, strict=True):
-        to.index_copy_(0, pages[is_there], given[is_there])
+        write_pages(to, pages, given)
 
 
 def _heads(made: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ _PREFIX: Final = r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?"
 _TEXT: Final = re.compile(_PREFIX)
 TO_TEXT_NAMES: Final = {rf"^{_PREFIX}lm_head\.": "lm_head.", f"^{_PREFIX}": "model."}  # as patterns and what replaces them
 _PART: Final = re.compile(r"(?:model\.)?([^.]+)")
-_TEXT_PARTS: Final = frozenset(("embed_tokens", "layers", "lm_head", "norm", "rotary_emb"))
+_TEXT_PARTS: Final = frozenset(("embed_tokens", "embedding_norm", "layers", "lm_head", "norm", "rotary_emb"))
 
 
 def read_text_config(folder: Path) -> dict[str, Any]:

@@ -4,8 +4,8 @@ A field is one feature and brings no other along. Features that the decoder does
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 WindowRule = Literal["none", "all", "switched", "switched_all", "in_turn"]
 QkNorm = Literal["none", "head", "whole", "unit"]
@@ -29,6 +29,7 @@ class RoutingRule:
         has_layer_types: mlp_layer_types says which layers have experts; by default all but the first.
         has_moe_layers: moe_layers says it; by default every interleave_moe_layer_step-th.
         weighs_inputs: an expert's input is weighed instead of its output.
+        least: added to the sum that renormalised weights are divided by.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -43,6 +44,7 @@ class RoutingRule:
     has_layer_types: bool = False
     has_moe_layers: bool = False
     weighs_inputs: bool = False
+    least: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,18 @@ class DeltaFamily:
     kernel: int
     full_every: int
     is_mixed: bool = True
+    layer_type: ClassVar = "linear_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class ConvFamily:
+    """Layers of a short convolution beside layers of attention, and the default of conv_L_cache, the tokens that it reads."""
+
+    kernel: int
+    layer_type: ClassVar = "conv"
+
+
+RecurrentFamily = DeltaFamily | ConvFamily
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +144,7 @@ class Family:
         default_chunk: of attention_chunk_size.
         pairs_sides: stored weights pair the dimensions that are rotated side by side, instead of half a head apart.
         mlp: name of the block of an MLP. mlp_width: the field of config.json with its width.
+        adjusts_width: block_auto_adjust_ff_dim, which is on by default, makes it narrower (layer_shapes.py).
         head_dim: default where config.json has none; None: hidden_size / num_heads.
         windows: none; all: on all layers, where sliding_window is set; switched: by use_sliding_window, from
             max_window_layers on; switched_all: by use_sliding_window, on all layers; in_turn: on all but every full_every-th.
@@ -162,7 +177,9 @@ class Family:
         ignores_later_layers: checkpoints hold layers behind the last one, which predict further tokens and are not served.
         ignores: of such tensors, what their names begin with; "": there are none.
         latent: attention is over latent vectors; None: over K and V.
-        delta: some layers are gated delta nets; None: all are attention.
+        fields: names of fields that its config.json alone has, with the usual ones.
+        stored_names: parts of the names of tensors, and how they are stored.
+        recurrent: some layers keep a state instead of K and V; None: all are attention.
         experts: an MLP is several experts; None: it is one.
     """
 
@@ -180,6 +197,7 @@ class Family:
     pairs_sides: bool = False
     mlp: str = "mlp"
     mlp_width: str = "intermediate_size"
+    adjusts_width: bool = False
     head_dim: int | None = None
     windows: WindowRule = "none"
     default_window: int | None = None
@@ -214,7 +232,9 @@ class Family:
     ignores_later_layers: bool = False
     ignores: str = ""
     latent: LatentFamily | None = None
-    delta: DeltaFamily | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    recurrent: RecurrentFamily | None = None
     experts: ExpertNames | None = None
 
     def __post_init__(self) -> None:
@@ -222,13 +242,13 @@ class Family:
         has_windows, normed = self.windows != "none", self.qk_norm in ("head", "whole")
         of_scores = self.has_sink_logits, self.query_scalar, self.has_multipliers, self.soft_caps and self.soft_caps[0]
         of_heads = self.has_output_gate, self.pairs_sides, self.is_fused, self.qk_norm != "none", self.has_partial_rope
-        of_layers = has_windows, self.has_chunks, self.has_unrotated_layers, self.delta
+        of_layers = has_windows, self.has_chunks, self.has_unrotated_layers, self.recurrent
         embed_scales = self.scales_embeddings, self.has_multipliers, self.has_depth_scales
         apart = {
             "latents and other terms of scores": self.latent and any(of_scores),
             "latents and other kinds of heads": self.latent and any(of_heads),
             "latents and other kinds of layers": self.latent and any(of_layers),
-            "recurrent layers and windows, chunks or sinks": self.delta
+            "recurrent layers and windows, chunks or sinks": self.recurrent
             and (has_windows or self.has_chunks or self.has_sink_logits),
             "windows and chunks": has_windows and self.has_chunks,
             "growth of queries and rotated layers alone": self.has_query_growth and not self.has_unrotated_layers,
@@ -241,8 +261,8 @@ class Family:
             "an output gate and one tensor for queries, keys and values": self.has_output_gate and self.is_fused,
             "two factors of scores": sum(map(bool, (self.query_scalar, self.has_multipliers, self.score_scale))) > 1,
             "heads of several shapes and other kinds of heads": self.full_head_dim
-            and (self.latent or self.delta or any(of_heads[:3]) or self.has_partial_rope or self.qk_norm == "whole"),
-            "shared K and V and other kinds of layers": self.shares_kv and (self.latent or self.delta or self.has_chunks),
+            and (self.latent or self.recurrent or any(of_heads[:3]) or self.has_partial_rope or self.qk_norm == "whole"),
+            "shared K and V and other kinds of layers": self.shares_kv and (self.latent or self.recurrent or self.has_chunks),
             "inputs or scales of layers and norms behind them alone": (self.layer_input or self.has_layer_scales)
             and self.norms == "after",
             "two factors of embeddings": sum(embed_scales) > 1,

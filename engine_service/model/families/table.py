@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule
+from .family import ConvFamily, DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule
 
 _EACH = ("gate_proj", "up_proj", "down_proj")
 _DELTA = DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4)
@@ -17,9 +17,30 @@ _WITH_DELTA = Family(
     has_partial_rope=True,
     default_part=0.25,
     ignores="mtp.",
-    delta=_DELTA,
+    recurrent=_DELTA,
 )
-_QWEN3_5 = replace(_WITH_DELTA, delta=replace(_DELTA, is_mixed=False))
+_QWEN3_5 = replace(_WITH_DELTA, recurrent=replace(_DELTA, is_mixed=False))
+_LFM2 = Family(
+    default_theta=1_000_000.0,
+    default_eps=1e-5,
+    is_tied=True,
+    qk_norm="head",
+    mlp="feed_forward",
+    fields={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+    stored_names={
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "feed_forward.gate_proj": "feed_forward.w1",
+        "feed_forward.up_proj": "feed_forward.w3",
+        "feed_forward.down_proj": "feed_forward.w2",
+        "model.norm.": "model.embedding_norm.",
+        "gate.e_score_correction_bias": "expert_bias",
+    },
+    recurrent=ConvFamily(kernel=3),
+)
 _GEMMA4 = Family(
     scales_embeddings=True,
     activation="gelu_tanh",
@@ -191,6 +212,20 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
     ),
     "granite": Family(mlp_bias=None, needs_kv_heads=False, has_multipliers=True),
+    "lfm2": replace(_LFM2, adjusts_width=True),
+    "lfm2_moe": replace(
+        _LFM2,
+        fields={**_LFM2.fields, "num_dense_layers": "first_k_dense_replace"},
+        experts=ExpertNames(
+            "feed_forward",
+            ("w1", "w3", "w2"),
+            always_renormalises=False,
+            intermediate_key="moe_intermediate_size",
+            routing=RoutingRule(
+                scoring="sigmoid", has_correction=True, renormalises=True, scale=1.0, first_dense=2, least=1e-6
+            ),
+        ),
+    ),
     "llama": Family(mlp_bias=None, needs_kv_heads=False),
     "llama4_text": Family(
         default_theta=500_000.0,

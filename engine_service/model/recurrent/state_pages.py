@@ -4,39 +4,43 @@ Entry i of a sequence's table of such a group is the page with the states behind
 0: no state is kept there. A step reads the page of the token before its first one, and writes the page of each block that has
 one: of its last token, and of the edges in between that are checkpoints. A page whose block is full is never written again.
 Inside one block the page that is read is the one that is written. Rows of several tokens are cut into chunks, which end at
-those edges, too. Owns how a page is laid out: layer by layer the matrices in float32, then the convolution's last inputs in
-the model's dtype. Knows no cache.
+those edges, too. Owns how a page is laid out: layer by layer the tensors that its state consists of. Knows no cache.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import torch
 
-from kvkeeper.kernels.types import STATE_CHUNK, DeltaState, StateChunks, StateRows
+from kvkeeper.kernels.types import STATE_CHUNK, StateChunks, StateRows
 
 from ...values.batch import Batch, IntArray
-from .delta_config import DeltaNetShape
+from .recurrent_config import state_bytes
+from .state_tensor import StateTensor
 
+State = tuple[torch.Tensor, ...]  # of a layer, in pages: the tensors that its shape declares, [P, ...] each
 _OF_CHUNKS = ("starts", "rows", "firsts", "lens")  # the same in all groups
 
 
-def view_states(kv_view: torch.Tensor, shape: DeltaNetShape, num_layers: int) -> list[DeltaState]:
+def view_states(kv_view: torch.Tensor, tensors: Sequence[StateTensor], num_layers: int) -> list[State]:
     """The blocks of an arena as the states of num_layers layers.
 
     kv_view: of the arena, contiguous; its blocks are large enough, and its dtype is the model's.
     """
-    flat, size = kv_view.flatten(1).view(torch.uint8), shape.state_bytes(kv_view.dtype.itemsize)
+    flat, size = kv_view.flatten(1).view(torch.uint8), state_bytes(tensors, kv_view.dtype.itemsize)
     assert num_layers * size <= flat.shape[1], "the groups were made for these blocks"
     layers = []
     for first in range(0, num_layers * size, size):
-        at = first + shape.memory_bytes
-        memory = flat[:, first:at].view(torch.float32)
-        conv = flat[:, at : at + shape.conv_dim * (shape.kernel - 1) * kv_view.dtype.itemsize].view(kv_view.dtype)
-        heads = (shape.num_value_heads, shape.key_dim, shape.value_dim)
-        layers.append(DeltaState(memory.unflatten(1, heads), conv.unflatten(1, (-1, shape.conv_dim))))
+        state, at = [], first
+        for tensor in tensors:
+            dtype = torch.float32 if tensor.is_wide else kv_view.dtype
+            end = at + prod(tensor.shape) * dtype.itemsize
+            state.append(flat[:, at:end].view(dtype).unflatten(1, tensor.shape))
+            at = end
+        layers.append(tuple(state))
     return layers
 
 
@@ -50,7 +54,7 @@ class StateMetadata:
         chunks: of the other rows; None: there are none.
     """
 
-    layers: list[DeltaState]
+    layers: list[State]
     rows: StateRows | None
     chunks: StateChunks | None
 
@@ -114,7 +118,7 @@ def _cut(batch: Batch, rows: IntArray, group: int, block_size: int) -> tuple[Int
     return np.array(counts), np.array(firsts), np.array(ends), np.array(are_due)
 
 
-def build_state_metadata(tensors: Mapping[str, torch.Tensor], group: int, layers: list[DeltaState]) -> StateMetadata:
+def build_state_metadata(tensors: Mapping[str, torch.Tensor], group: int, layers: list[State]) -> StateMetadata:
     """tensors: of attention_arrays and state_arrays, on the model's device."""
     rows, chunks = None, None
     if f"state_reads_{group}" in tensors:

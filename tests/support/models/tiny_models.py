@@ -79,6 +79,7 @@ _LLAMA4 = {
 }
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "use_sliding_window": False}
 
+_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
 
 # Groups of one recurrent layer fit blocks of four tokens of one layer of attention. The norm of what a head gives divides by
 # its length, which is nearly nothing where a query and a key are at right angles: a larger eps keeps rounding small there.
@@ -180,6 +181,17 @@ TINY_MODELS = (
     ),
     TinyModel("qwen3", "Qwen3"),
     TinyModel("qwen3_tied", "Qwen3", {"tie_word_embeddings": True}),
+    TinyModel("lfm2", "Lfm2", _CONV | {"block_multiple_of": 16}),
+    TinyModel(
+        "lfm2_biased_untied",
+        "Lfm2",
+        _CONV | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
+    TinyModel(
+        "lfm2_moe",
+        "Lfm2Moe",
+        _CONV | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_dense_layers": 1},
+    ),
     TinyModel("qwen3_next", "Qwen3Next", _DELTA),
     TinyModel(
         "qwen3_next_biased_one_dense",
@@ -319,7 +331,7 @@ def randomise(network: Any, family: str) -> None:
                 is_factor = name.endswith("linear_attn.norm.weight") or not has_offset
                 parameter.normal_(1 if is_factor else 0, 0.1)  # else of 1 + weight
         for name, buffer in network.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.1)
             elif name.endswith("layer_scalar"):
                 buffer.normal_(0.8, 0.1)

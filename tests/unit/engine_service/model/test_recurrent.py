@@ -15,6 +15,7 @@ from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_states
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.recurrent.delta_config import DeltaNetShape
+from kvkeeper.engine_service.model.recurrent.recurrent_config import state_bytes
 from kvkeeper.engine_service.model.recurrent.state_pages import state_arrays
 from kvkeeper.kernels.cpu import compiled
 from tests.support.models.tiny_models import (
@@ -123,18 +124,18 @@ RELEASED = {
 def test_layers_with_states_come_in_as_few_groups_as_fit(name: str) -> None:
     num_layers, num_keys, num_values, kv_heads, least, fitting = RELEASED[name]
     recurrent = [layer for layer in range(num_layers) if (layer + 1) % 4]
-    state_bytes = DeltaNetShape(num_keys, num_values, 128, 128, 4).state_bytes(2)
+    num_bytes = state_bytes(DeltaNetShape(num_keys, num_values, 128, 128, 4).state, 2)
     token_bytes = 2 * kv_heads * 256 * 2
     for too_small in (16, least - 1):
         with pytest.raises(UnsupportedModelError, match=rf"--block-size {too_small} .* {least} or more: a block holds"):
-            group_states(recurrent, num_layers, state_bytes, token_bytes, too_small, 1)
+            group_states(recurrent, num_layers, num_bytes, token_bytes, too_small, 1)
     for block_size, sizes in fitting:
-        first, *others = group_states(recurrent, num_layers, state_bytes, token_bytes, block_size, 3)
+        first, *others = group_states(recurrent, num_layers, num_bytes, token_bytes, block_size, 3)
         assert first == LayerGroup(tuple(range(3, num_layers, 4)), None)
         assert [len(group.layers) for group in others] == sizes
         assert [layer for group in others for layer in group.layers] == recurrent
         assert {group.checkpoint_blocks for group in others} == {3}
-        assert [group.state_bytes for group in others] == [size * state_bytes for size in sizes]
+        assert [group.state_bytes for group in others] == [size * num_bytes for size in sizes]
         assert len(others) < 40
 
 
@@ -156,11 +157,11 @@ RAW = {
 
 def test_a_config_that_says_little_means_what_the_family_has() -> None:
     config = parse_model_config(RAW)
-    assert config.delta is not None
-    assert config.delta.layers == {0, 1, 2}
-    assert config.delta.shape == DeltaNetShape(16, 32, 128, 128, 4)
+    assert config.recurrent is not None
+    assert config.recurrent.layers == {0, 1, 2}
+    assert config.recurrent.shape == DeltaNetShape(16, 32, 128, 128, 4)
     assert (config.head_dim, config.rope.part, config.norm_offset, config.has_output_gate) == (256, 0.25, True, True)
-    other = parse_model_config(RAW | {"full_attention_interval": 2}).delta
+    other = parse_model_config(RAW | {"full_attention_interval": 2}).recurrent
     assert other is not None
     assert other.layers == {0, 2}
 

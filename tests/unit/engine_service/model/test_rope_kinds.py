@@ -36,6 +36,7 @@ FIRST = {  # by model type, of which the library's classes have other names
     "deepseek_v3": "DeepseekV3",
     "glm4_moe_lite": "Glm4MoeLite",
     "gpt_oss": "GptOss",
+    "lfm2_moe": "Lfm2Moe",
     "llama4_text": "Llama4Text",
     "minicpm3": "MiniCPM3",
     "qwen3_5_moe_text": "Qwen3_5MoeText",
@@ -62,7 +63,7 @@ def test_a_kind_of_rope_is_that_of_transformers(model_type, kind, part, tmp_path
     rope = {"rope_type": kind, "rope_theta": 10000.0} | KINDS[kind]
     if part < 1 or model_type in WITH_DELTA:  # whose configs have a quarter unless they name a part
         rope["partial_rotary_factor"] = part
-    if model_type in WITH_DELTA:
+    if model_type in (*WITH_DELTA, "lfm2", "lfm2_moe"):
         changes["layer_types"] = ["full_attention"]
     if kind == "longrope":
         rope |= {"short_factor": [1.0 + at / 4 for at in range(width // 2)], "long_factor": [9.0] * (width // 2)}

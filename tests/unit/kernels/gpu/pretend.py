@@ -9,7 +9,7 @@ from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
 from kvkeeper.engine_service.compute.graphs import graphed_steps
 from kvkeeper.engine_service.compute.graphs.step_inputs import StepInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
-from kvkeeper.engine_service.model.recurrent import delta_layer
+from kvkeeper.engine_service.model.recurrent import delta_net
 from kvkeeper.kernels.quantised import store as quantised_store
 from kvkeeper.kernels.types import CountedTensors
 
@@ -96,7 +96,7 @@ def pretend_model_on_cuda(monkeypatch):
     for name in ("linear", "rms_norm", "rotary", "latent_attention_decode", "latent_attention_prefill"):
         monkeypatch.setattr(latent, name, claiming(getattr(latent, name)))
     for name in ("linear", "gated_norm"):
-        monkeypatch.setattr(delta_layer, name, claiming(getattr(delta_layer, name)))
+        monkeypatch.setattr(delta_net, name, claiming(getattr(delta_net, name)))
     for name in ("rms_norm", "rotary"):
         monkeypatch.setattr(quantised_store, name, claiming(getattr(quantised_store, name)))
     for name in _OPS:

@@ -1,0 +1,98 @@
+"""DeltaNet: a gated delta net as a mixer: projections, the recurrence of each row of a step on its state, and the gate.
+
+Follows transformers' Qwen3-Next in the order of its operations.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvkeeper.kernels.activations.linear import linear, pack_linear
+from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
+from kvkeeper.kernels.recurrent.gated_norm import gated_norm
+from kvkeeper.kernels.types import DeltaInputs, DeltaState, LinearWeight
+
+from ..checkpoint.destination import Destination, Empty, take_all
+from ..experts import Weight
+from .delta_config import DeltaNetShape
+from .state_pages import StateMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A Mixer. H hidden, C convolved numbers of a token, Hv heads of values of Dv dimensions.
+
+    Attributes:
+        mixed: [C + Hv Dv, H]: queries, keys and values, each head by head, then what the outputs are gated by.
+        gates: [2 Hv, H]: how much each head corrects, and how much it forgets. They stay in the weights' own dtype.
+        conv: [C, kernel].
+        decay_bias, decay_log: float32 [Hv]; a head forgets at exp(decay_log) times the softplus of its gate and the bias.
+        norm: [Dv], of each head's outputs.
+    """
+
+    shape: DeltaNetShape
+    mixed: Weight
+    gates: LinearWeight
+    conv: torch.Tensor
+    decay_bias: torch.Tensor
+    decay_log: torch.Tensor
+    norm: torch.Tensor
+
+    def packed(self, pack: Callable[[Weight], Weight]) -> "DeltaNet":
+        """The same, with projections as `pack` gives them."""
+        return replace(self, mixed=pack(self.mixed), gates=pack_linear(self.gates))
+
+    def run(self, x: torch.Tensor, eps: float, metadata: StateMetadata, at: int) -> torch.Tensor:
+        """Heads' outputs [T, Hv * Dv], before the output projection, for x [T, H]. at: the layer's place in its group."""
+        shape, state = self.shape, DeltaState(*metadata.layers[at])
+        mixed, gate = linear(x, self.mixed).split((shape.conv_dim, shape.num_outputs), 1)
+        inputs = DeltaInputs(mixed, linear(x, self.gates), self.conv, self.decay_bias, self.decay_log)
+        out = mixed.new_empty(len(x), shape.num_value_heads, shape.value_dim)
+        if metadata.rows is not None:
+            delta_decode(inputs, state, metadata.rows, out)
+        if metadata.chunks is not None:
+            delta_prefill(inputs, state, metadata.chunks, out)
+        return gated_norm(out, gate, self.norm, eps)
+
+    def destinations(self) -> Iterator[tuple[str, Destination]]:
+        """(name within the layer, destination) of every stored tensor but the output projection."""
+        shape, mixed = self.shape, self.mixed
+        assert isinstance(mixed, LinearWeight), "weights are quantised when all are read"
+        keys, each = shape.key_dim, shape.num_value_heads // shape.num_key_heads
+        values = each * shape.value_dim
+        if shape.is_mixed:
+            yield "linear_attn.in_proj_qkvz.weight", _by_kind(mixed.data, (keys, keys, values, values), shape)
+            yield "linear_attn.in_proj_ba.weight", _by_kind(self.gates.data, (each, each), shape)
+        else:
+            kinds = (*mixed.data.tensor_split([shape.conv_dim]), *self.gates.data.chunk(2))
+            for name, part in zip(("qkv", "z", "b", "a"), kinds, strict=True):
+                yield f"linear_attn.in_proj_{name}.weight", take_all(part)
+        yield "linear_attn.conv1d.weight", take_all(self.conv[:, None])
+        yield "linear_attn.dt_bias", take_all(self.decay_bias)
+        yield "linear_attn.A_log", take_all(self.decay_log)
+        yield "linear_attn.norm.weight", take_all(self.norm)
+
+
+def allocate_delta_net(shape: DeltaNetShape, hidden_size: int, empty: Empty) -> DeltaNet:
+    """Empty weights of one layer."""
+    heads, outputs = shape.num_value_heads, shape.num_outputs
+    return DeltaNet(
+        shape,
+        mixed=LinearWeight(empty(shape.conv_dim + outputs, hidden_size)),
+        gates=LinearWeight(empty(2 * heads, hidden_size)),
+        conv=empty(shape.conv_dim, shape.kernel),
+        decay_bias=empty(heads).float(),
+        decay_log=empty(heads).float(),
+        norm=empty(shape.value_dim),
+    )
+
+
+def _by_kind(part: torch.Tensor, sizes: Sequence[int], shape: DeltaNetShape) -> Destination:
+    """Stored are for each key head so many rows of every kind; `part` has all rows of a kind together."""
+
+    def turned(stored: torch.Tensor) -> torch.Tensor:
+        kinds = stored.unflatten(0, (shape.num_key_heads, -1)).split(list(sizes), 1)
+        return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+    return Destination(part, tuple(part.shape), turned)
