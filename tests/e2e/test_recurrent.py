@@ -35,7 +35,7 @@ SAMPLED = Sampling(temperature=1.0, seed=7)
 
 
 # Alone, or with towers beside them as they are released; and the groups that their layers come in.
-KINDS = {"qwen3_next": ("", 4), "qwen3_5_27b": ("qwen3_5", 3), "qwen3_5_35b_a3b": ("qwen3_5_moe", 4)}
+KINDS = {"lfm2_moe": ("", 2), "qwen3_5_27b": ("qwen3_5", 3), "qwen3_5_35b_a3b": ("qwen3_5_moe", 4)}
 
 
 @pytest.fixture(scope="module", params=KINDS)
