@@ -1,19 +1,23 @@
-"""Cases of part b for gated delta nets: states in pages of an arena, of Qwen3.5's shape, and of a small odd one."""
+"""Cases of part b for gated delta nets and short convolutions: states in pages of an arena, of released shapes, and small ones."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
 from kvkeeper.kernels.recurrent.gated_norm import gated_norm
-from kvkeeper.kernels.types import STATE_CHUNK, DeltaInputs, DeltaState, StateChunks, StateRows
+from kvkeeper.kernels.recurrent.short_conv import short_conv
+from kvkeeper.kernels.types import STATE_CHUNK, ConvInputs, DeltaInputs, DeltaState, StateChunks, StateRows
 from tests.gpu.kernel_cases import error
 
 _NUM_PAGES = 40
 # By name the heads of keys and of values, their dimensions, and tokens of the convolution.
 _SHAPES = {"qwen": (16, 32, 128, 128, 4), "small": (2, 4, 8, 6, 3)}
+# 17 rows, among them one without a page and one that goes over to its next page.
+_ROWS = StateRows(None, torch.arange(17), torch.arange(17).where(torch.arange(17) != 5, 30))
 # Of each row the page that it reads, and its chunks: tokens, and the page that is written behind them.
 _RUNS = [
     (0, [(3, 1), (STATE_CHUNK, 0), (STATE_CHUNK, 2), (17, 3)]),
@@ -30,25 +34,46 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], f
             continue  # the reference takes tokens one by one
         yield f"delta_decode_{name}", partial(_decode, dtype, device, shape)
         yield f"delta_prefill_{name}", partial(_prefill, dtype, device, shape)
+    for channels, kernel in ((2048, 3), (70, 4)):
+        yield f"short_conv_decode_{channels}", partial(_convolve, dtype, device, channels, kernel, _ROWS)
+        yield f"short_conv_prefill_{channels}", partial(_convolve, dtype, device, channels, kernel, _make_chunks())
     for length in (128, 20):
         yield f"gated_norm_{length}", partial(_norm, dtype, device, length)
 
 
 def _decode(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> float:
-    """17 rows, among them one without a page and one that goes over to its next page."""
-    reads = torch.arange(17)
-    writes = reads.clone()
-    writes[5] = 30
-    return _compare(delta_decode, reference.delta_decode, dtype, device, shape, 17, StateRows(None, reads, writes))
+    return _compare(delta_decode, reference.delta_decode, dtype, device, shape, 17, _ROWS)
 
 
 def _prefill(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> float:
+    chunks = _make_chunks()
+    return _compare(delta_prefill, reference.delta_prefill, dtype, device, shape, int(chunks.lens.sum()), chunks)
+
+
+def _make_chunks() -> StateChunks:
     chunks = [(row, count, page) for row, (_, of_row) in enumerate(_RUNS) for count, page in of_row]
     rows, lens, pages = (torch.tensor(column) for column in zip(*chunks, strict=True))
     starts = torch.tensor([0, *(len(of_row) for _, of_row in _RUNS)]).cumsum(0)
     reads = torch.tensor([read for read, _ in _RUNS])
-    found = StateChunks(reads, starts, rows, lens.cumsum(0) - lens, lens, pages)
-    return _compare(delta_prefill, reference.delta_prefill, dtype, device, shape, int(lens.sum()), found)
+    return StateChunks(reads, starts, rows, lens.cumsum(0) - lens, lens, pages)
+
+
+def _convolve(dtype: torch.dtype, device: str, channels: int, kernel: int, rows: StateRows | StateChunks) -> float:
+    num_tokens = 17 if isinstance(rows, StateRows) else int(rows.lens.sum())
+    inputs = ConvInputs(
+        *(torch.randn(*size).to(dtype) for size in ((num_tokens, 3 * channels), (channels, kernel), (channels,)))
+    )
+    window = torch.randn(_NUM_PAGES, 2, kernel - 1, channels).to(dtype)
+    window[0] = float("nan")  # page 0 is read as zeros
+    there, out, expected = window.to(device).clone(), *(torch.zeros(num_tokens, channels, dtype=dtype) for _ in range(2))
+    out = out.to(device)
+    short_conv(ConvInputs(*(each.to(device) for each in inputs if each is not None)), there[:, 1], _moved(rows, device), out)
+    reference.short_conv(inputs, window[:, 1], rows, expected)
+    return max(error(out, expected) / 4, error(there[1:], window[1:]))  # products of three of order one
+
+
+def _moved(rows: StateRows | StateChunks, device: str) -> Any:
+    return rows._replace(**{name: each.to(device) for name, each in rows._asdict().items() if each is not None})
 
 
 def _compare(
@@ -81,7 +106,7 @@ def _compare(
             mixed.to(device)[:, :channels], gates.to(device)[:, : 2 * values], *(each.to(device) for each in inputs[2:])
         ),
         DeltaState(there[0][:, 1], there[1][:, 1]),
-        rows._replace(**{name: each.to(device) for name, each in rows._asdict().items() if each is not None}),
+        _moved(rows, device),
         out,
     )
     oracle(inputs, DeltaState(memory[:, 1], window[:, 1]), rows, expected)

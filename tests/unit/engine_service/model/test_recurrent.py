@@ -209,9 +209,10 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_decodes_without_experts_are_programs_with_the_numbers_of_plain_passes(tmp_path: Path) -> None:
-    kind = tiny_model("qwen3_next")
-    dense = dataclasses.replace(kind, overrides={**kind.overrides, "mlp_only_layers": [0, 1, 2, 3]})
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_decodes_without_experts_are_programs_with_the_numbers_of_plain_passes(name: str, tmp_path: Path) -> None:
+    kind = tiny_model(name)
+    dense = dataclasses.replace(kind, overrides=kind.overrides | ({} if name == "lfm2" else {"mlp_only_layers": [0, 1, 2, 3]}))
     own = load_model(build_model_folder(tmp_path, dense), progress=False)[0]
     cases = [case for case in CASES if not case.preempt_at]
     plain, recorded = (HandTables(own, SIZE, checkpoint_blocks=2, num_blocks=400) for _ in range(2))

@@ -26,12 +26,14 @@ from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.quantised.store import store_quantised
 from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
 from kvkeeper.kernels.recurrent.gated_norm import gated_norm
+from kvkeeper.kernels.recurrent.short_conv import short_conv
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.store_latent import store_latent
 from kvkeeper.kernels.types import (
     STATE_CHUNK,
+    ConvInputs,
     CountedTensors,
     DeltaInputs,
     DeltaState,
@@ -225,6 +227,16 @@ def _delta(key_dim: int, value_dim: int, dtype: torch.dtype, *, num_rows: int = 
     gated_norm(out, projected[:, channels:], nowhere(value_dim, dtype=dtype), 1e-6)
 
 
+def _short_conv(channels: int, dtype: torch.dtype, *, num_rows: int = 16, num_chunks: int = 0) -> None:
+    """Decode of a short convolution over three tokens, or with num_chunks prefill of full chunks."""
+    num_tokens = num_chunks * STATE_CHUNK or num_rows
+    inputs = ConvInputs(nowhere(num_tokens, 3 * channels, dtype=dtype), nowhere(channels, 3, dtype=dtype), None)
+    window = nowhere(_NUM_BLOCKS, 9 * channels, dtype=dtype)[:, : 2 * channels].unflatten(1, (2, channels))
+    rows, more, chunks = (nowhere(count, dtype=torch.int64) for count in (num_rows, num_rows + 1, num_chunks))
+    given = StateChunks(rows, more, *[chunks] * 4) if num_chunks else StateRows(None, rows, rows)
+    short_conv(inputs, window, given, nowhere(num_tokens, channels, dtype=dtype))
+
+
 def _add(name: str, launch: Callable[..., object], *args: object, **options: object) -> None:
     LAUNCHES[name] = lambda: launch(*args, **options)
 
@@ -311,6 +323,8 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "delta decode": (3, [partial(_delta, 128, 128, torch.bfloat16, num_rows=n) for n in (1, 7, 16)]),
     "delta prefill": (4, [partial(_delta, 128, 128, torch.bfloat16, num_rows=n, num_chunks=c)
                           for n in (1, 3, 16) for c in (1, 7, 16, 64)]),
+    "convolution": (2, [partial(_short_conv, 2048, torch.bfloat16, num_rows=n, num_chunks=c)
+                        for n in (1, 3, 16) for c in (0, 1, 7, 64)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
     "likeliest": (2, [partial(_find_likeliest, n) for n in (1, 7, 128)]),
@@ -354,3 +368,5 @@ for counts in (torch.int16, torch.int32):
 for key_dim, value_dim, label in ((128, 128, "bf16"), (64, 64, "bf16"), (128, 128, "fp16")):
     _add(f"delta decode d{key_dim} {label}", _delta, key_dim, value_dim, DTYPES[label])
     _add(f"delta prefill d{key_dim} {label}", _delta, key_dim, value_dim, DTYPES[label], num_chunks=64)
+_add("convolution decode d2048 bf16", _short_conv, 2048, torch.bfloat16)
+_add("convolution prefill d2048 bf16", _short_conv, 2048, torch.bfloat16, num_chunks=64)
