@@ -1,4 +1,4 @@
-"""Cases of part b for gated delta nets and short convolutions: states in pages of an arena, of released shapes and small ones."""
+"""Cases of part b for gated delta nets and short convolutions: states in pages, of released shapes and of small ones."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
