@@ -6,21 +6,28 @@ from collections.abc import Iterator, Set
 
 import pytest
 
-from tests.support.slices import DAY, IS_WHOLE, covering
+from tests.support.slices import DAY, IS_WHOLE, covering, scaled, todays
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "each_value: a day runs each value of each parameter, a whole run all combinations")
+    config.addinivalue_line("markers", "in_turn: of the tests of a file, which take long, a day runs a third, a whole run all")
 
 
 @pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the combinations of a test that is marked so, a day runs some in which each value of each parameter occurs."""
+    """Leave out what is for another day, as the markers say."""
     tests: dict[object, list[pytest.Function]] = defaultdict(list)
+    files: dict[object, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("each_value"):
             tests[item.parent, item.function].append(item)
-    left_out = {item for cases in tests.values() for item in set(cases).difference(covering(cases, _values))}
+        if isinstance(item, pytest.Function) and item.get_closest_marker("in_turn"):
+            files[item.path][item.originalname].append(item)
+    left_out: set[pytest.Item] = {item for cases in tests.values() for item in set(cases).difference(covering(cases, _values))}
+    for functions in files.values():
+        for name in functions.keys() - todays(list(functions), scaled(len(functions) + 2, 3)):
+            left_out |= {*functions[name]}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -29,6 +29,8 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.types import LinearWeight
 from tests.unit.kernels.worlds import make_world, random_queries
 
+pytestmark = pytest.mark.each_value
+
 caching = pytest.importorskip("numba.core.caching")
 
 

@@ -15,7 +15,7 @@ from tests.unit.kernels.gpu.captured import all_claim_to_be_on_cuda, model
 from tests.unit.kernels.gpu.pretend import on_cuda
 
 __all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
 COUNT, CONTEXT, PREFIX, OWN = 3, 12, 64, 3
 
 

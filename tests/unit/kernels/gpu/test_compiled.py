@@ -34,10 +34,12 @@ _WIDE = {
 
 @pytest.fixture(scope="module")
 def compiled(pytestconfig):
-    """{launch: figures of each kernel} of the launches of today; see tests.unit.kernels.gpu.compiling."""
+    """{launch: figures of each kernel} of the launches of today; see tests.unit.kernels.gpu.compiling.
+
+    Triton's own cache is asked for them, which goes by the source of a kernel and all that it is compiled with.
+    """
     chosen = covering(LAUNCHES, lambda launch: {(kind_of(launch),), *launch.split()})
-    cache = pytestconfig.cache.mkdir("triton")
-    env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "tests.unit.kernels.gpu.compiling", *chosen]
     done = subprocess.run(command, cwd=pytestconfig.rootpath, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

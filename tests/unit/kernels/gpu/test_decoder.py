@@ -18,7 +18,7 @@ from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.captured import in_groups
 from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
 BLOCK_SIZE, NUM_BLOCKS = 16, 24
 BOUND = 2e-5
 CHOSEN = [

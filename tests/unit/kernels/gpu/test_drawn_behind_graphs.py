@@ -14,7 +14,7 @@ from tests.support.worlds.batches import decode_work
 from tests.unit.kernels.gpu.captured import CONTEXTS, TEXTS, all_claim_to_be_on_cuda, model, plain, prompts, ready, rows
 
 __all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
 
 
 @pytest.mark.parametrize("told_by", ["row", "column"])

@@ -29,7 +29,7 @@ from tests.unit.kernels.gpu.captured import (
 from tests.unit.kernels.gpu.pretend import on_cuda
 
 __all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
 
 
 @pytest.fixture(params=todays([QWEN3, GEMMA2], 1), ids=lambda model: model.name)

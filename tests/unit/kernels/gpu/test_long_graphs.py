@@ -38,7 +38,7 @@ from tests.unit.kernels.gpu.captured import (
 from tests.unit.kernels.gpu.pretend import on_cuda
 
 __all__ = ["all_claim_to_be_on_cuda"]  # a fixture of the tests here
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
 TILE = 16
 _FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # for the interpreter's time
 

@@ -261,7 +261,7 @@ def test_what_waits_as_soon_lapses_once_all_others_say_the_same() -> None:
     assert hinted.counts == (0, 0)
 
 
-@pytest.mark.parametrize(("name", "hint"), todays([(name, hint) for name in sorted(WORKLOADS) for hint in (NONE, SOON)], 5))
+@pytest.mark.parametrize(("name", "hint"), todays([(name, hint) for name in sorted(WORKLOADS) for hint in (NONE, SOON)], 3))
 def test_where_every_sequence_says_the_same_lru_stays_lru(name: str, hint: ReuseHint) -> None:
     requests = WORKLOADS[name](1)[:1000]
     plain = replay_core(requests, 300, "lru")
