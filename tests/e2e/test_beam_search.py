@@ -16,6 +16,8 @@ from tests.support.processes.service_pair import GREEDY, Services, generate, toy
 from tests.support.reference.beam_reference import Found, SearchCase, check_told, references
 from tests.support.worlds.cache_api import failure
 
+pytestmark = pytest.mark.in_turn
+
 TOY_PROMPT = list(range(3, 12))
 
 

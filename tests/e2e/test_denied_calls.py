@@ -13,7 +13,7 @@ from tests.support.processes.denied_calls import DENIALS, denied, why_not
 from tests.support.processes.services import environment, services_up, short_folder, sockets_in, up_command
 from tests.support.slices import todays
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.in_turn]
 
 END_S = 60.0
 PROMPT = list(range(3, 40))

@@ -16,7 +16,7 @@ NUM_PINGS = 10_000
 MOST_MB = 64
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.in_turn]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

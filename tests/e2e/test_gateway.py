@@ -24,6 +24,8 @@ from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.support.processes.serve import END_S, MODEL, Served, serving
 from tests.support.processes.services import environment, free_ports
 
+pytestmark = pytest.mark.in_turn
+
 PROMPT = "def fibonacci(n):"
 LONG_PROMPT = "\n".join(f"def number_{n}(x):\n    return x + {n}" for n in range(12))
 CHAT: list[Any] = [{"role": "user", "content": PROMPT}]

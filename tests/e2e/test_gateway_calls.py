@@ -16,6 +16,8 @@ from tests.support.models.odd_models import LateGate, late_gate_model
 from tests.support.processes.service_pair import Services, toy_output
 from tests.support.worlds.cache_api import refusal
 
+pytestmark = pytest.mark.in_turn
+
 NUM_TOKENS = 40
 PROMPT = [1, 2, 3]
 SAMPLING = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}

@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.processes.serve import END_S, Served, serving
 
+pytestmark = pytest.mark.in_turn
+
 NUM_CLIENTS = 32
 ARGUMENTS: Any = {
     "type": "object",

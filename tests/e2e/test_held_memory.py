@@ -26,6 +26,8 @@ from tests.support.stand_ins.fake_libcuda import GRANULARITY, num_device_memorie
 from tests.support.worlds.cache_api import BLOCK_BYTES, Api, Session, kv_of, read_all, refusal
 from tests.support.worlds.memory_folder import memory_folder
 
+pytestmark = pytest.mark.in_turn
+
 NUM_BLOCKS = 33
 NUM_TOKENS = 18  # of each prompt: four whole blocks and two tokens
 NUM_PROMPTS = 3

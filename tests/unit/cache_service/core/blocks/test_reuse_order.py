@@ -471,7 +471,7 @@ def test_many_tenants_that_retain_lapse_in_slices() -> None:
     assert pool.counts == (0, 0)
 
 
-@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+@pytest.mark.parametrize("policy", todays(["lru", "adaptive"], 1))
 def test_right_hints_of_agents_are_near_the_optimum_and_wrong_ones_cost_little(policy: str) -> None:
     requests = WORKLOADS["agents"](0)
     right = right_hints(requests)

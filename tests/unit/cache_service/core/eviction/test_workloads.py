@@ -28,6 +28,7 @@ def test_adaptive_keeps_returning_blocks_during_a_scan() -> None:
     assert replay_policy(requests, 200, "adaptive").hit_rate > 1.1 * replay_policy(requests, 200, "lru").hit_rate
 
 
+@pytest.mark.in_turn
 def test_adaptive_recovers_from_a_change() -> None:
     """A cycle that just fits follows on what won."""
     for seed in (0, 1, 2):
@@ -47,12 +48,14 @@ def test_adaptive_keeps_what_it_can_of_a_cycle(num_blocks: int, times: float) ->
     assert replay_policy(requests, num_blocks, "adaptive").hit_rate >= 0.85 * best
 
 
+@pytest.mark.in_turn
 def test_what_becomes_a_leaf_after_the_ranking_competes_with_what_was_ranked() -> None:
     """Where it waits for the next ranking, a cycle among scans has 0.01 fewer hits."""
     rates = [replay_policy(WORKLOADS["scan_in_loop"](seed), 1000, "adaptive").hit_rate for seed in (0, 1)]
     assert sum(rates) / 2 > 0.575
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["loop", "agents", "loop_beside_chat"])
 def test_the_core_has_the_hits_of_the_fast_replay(name: str) -> None:
     """Victims are ranked between the steps of a request, and that costs no hits."""

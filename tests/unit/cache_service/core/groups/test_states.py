@@ -23,6 +23,7 @@ from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array, ItemResult, SequenceId, StartResult
 from tests.support.reference.read_spans import make_spans
+from tests.support.slices import todays
 from tests.support.worlds.core_pool import ALL, A, CorePool, int32, step_batch
 from tests.support.worlds.grouped import GroupedWorld
 
@@ -37,7 +38,7 @@ _SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("spans", "num_blocks", "block_size"), _SHAPES, ids=range(len(_SHAPES)))
+@pytest.mark.parametrize(("spans", "num_blocks", "block_size"), todays(_SHAPES, 2))
 def test_random_steps_find_the_states_behind_their_tokens(
     spans: tuple[ReadSpan, ...], num_blocks: int, block_size: int
 ) -> None:

@@ -14,6 +14,7 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId, TransferKind
 from tests.support.reference.read_spans import make_spans
+from tests.support.slices import scaled, todays
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_simulation import NUM_EVENTS, TierSimulation
 from tests.support.worlds.core_pool import compute
@@ -186,9 +187,9 @@ _TAIL_SEEDS = [seed for seed in range(1, 240) if seed % 20 in (10, 11, 18)]  # w
 
 
 def test_tails_swap_with_their_sequences_and_hits_of_either_tier_do_without() -> None:
-    counts = _run(_TAIL_SEEDS, has_tail=True)
-    assert min(counts.grouped_hits, counts.tail_gaps, counts.tail_unwritten, counts.promoted) > 20, counts
-    assert counts.tail_swaps > 10, counts
+    counts = _run(todays(_TAIL_SEEDS, scaled(len(_TAIL_SEEDS), 3)), has_tail=True)
+    assert min(counts.grouped_hits, counts.tail_gaps, counts.tail_unwritten, counts.promoted) > scaled(20, 6), counts
+    assert counts.tail_swaps > scaled(10, 6), counts
 
 
 def test_a_page_of_a_tail_that_comes_back_from_the_host_as_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from kvkeeper.cache_service.core.eviction.block_queue import BlockQueue
 from kvkeeper.cache_service.core.eviction.keyed import KeyedPolicy
 from kvkeeper.cache_service.core.eviction.lru import LruPolicy
 from kvkeeper.cache_service.core.inspection import order_invariants, slices
+from tests.support.slices import todays
 from tests.support.worlds.core_pool import CorePool
 
 MISPLACED = "an evictable block is not in the eviction order once"
@@ -112,7 +113,7 @@ def test_a_number_that_does_not_add_up_is_told(cached: CorePool) -> None:
     assert violations(cached) == {"quarantines and transfers do not add up"}
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", todays(POLICY_NAMES, 2))
 def test_what_changes_between_slices_is_no_error(policy: str) -> None:
     """Prompts come, are shared, go and are evicted while one audit after the other is under way."""
     rng = random.Random(policy)

@@ -5,6 +5,7 @@ import pytest
 from kvkeeper.cache_service.core.tiers.admission import HostAdmission
 from tests.benchmarks.tier_replay import TierSizes, replay_tiers
 from tests.support.reference.workloads import WORKLOADS
+from tests.support.slices import todays
 
 
 def copies(admission: HostAdmission, num_runs: int, returned: int) -> int:
@@ -52,7 +53,7 @@ def test_the_host_tier_decides_where_a_disk_stores_what_is_used_twice() -> None:
     assert 512 <= found.num_to_host < 0.15 * found.num_blocks
 
 
-@pytest.mark.parametrize("name", ["multi_turn", "agents"])
+@pytest.mark.parametrize("name", todays(["multi_turn", "agents"], 1))
 def test_a_load_with_reuse_keeps_its_hits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, sizes = WORKLOADS[name](0), TierSizes(100, 400)
     found = replay_tiers(requests, sizes, "adaptive")
