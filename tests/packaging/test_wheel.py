@@ -30,7 +30,10 @@ OF_OTHER_EXTRAS = (  # `cpu`, `http`, `gateway`, `remote`, `events`, `gguf`
     *(
         f"kvkeeper.kernels.cpu.{name}"
         for name in (
-            *(f"{of}_kernels" for of in ("attention", "delta", "integer", "penalty", "product", "program", "quantised", "row")),
+            *(
+                f"{of}_kernels"
+                for of in ("attention", "conv", "delta", "integer", "penalty", "product", "program", "quantised", "row")
+            ),
             *("attention_tiles", "delta_tiles", "integer_tiles", "kernel_parts", "key_tiles", "number_formats", "tiles"),
         )
     ),

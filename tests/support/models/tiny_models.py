@@ -351,7 +351,7 @@ def write_v4_config(folder: Path) -> None:
         raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     raw["torch_dtype"] = raw.pop("dtype")
-    if "linear_attention" not in raw.get("layer_types", ()):  # those were named so from the first release on
+    if {"conv", "linear_attention"}.isdisjoint(raw.get("layer_types", ())):  # those were named so from the first release on
         raw.pop("layer_types", None)
     path.write_text(json.dumps(raw))
 

@@ -260,7 +260,7 @@ APART: dict[str, dict[str, Any]] = {
     "latents and other terms of scores": {"latent": LATENT, "has_sink_logits": True},
     "latents and other kinds of heads": {"latent": LATENT, "qk_norm": "head"},
     "latents and other kinds of layers": {"latent": LATENT, "windows": "all"},
-    "recurrent layers and windows, chunks or sinks": {"delta": DELTA, "has_chunks": True},
+    "recurrent layers and windows, chunks or sinks": {"recurrent": DELTA, "has_chunks": True},
     "windows and chunks": {"windows": "in_turn", "full_every": 2, "has_chunks": True},
     "growth of queries and rotated layers alone": {"has_query_growth": True},
     "growth of queries and a norm that undoes it": {"has_query_growth": True, "has_unrotated_layers": True, "qk_norm": "head"},

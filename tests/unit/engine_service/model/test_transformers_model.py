@@ -112,7 +112,7 @@ def test_what_cannot_be_paged_is_refused_at_load(model: TinyModel, tmp_path: Pat
         ("bloom", "it adds a bias by distance to attention scores (ALiBi)"),
         ("falcon", "its attention is code of its own"),
         ("mpt", "it adds a bias by distance to attention scores (ALiBi)"),
-        ("lfm2", "1 of its 2 layers keep a state of their own for each sequence (conv)"),
+        ("lfm3", "2 of its 2 layers keep a state of their own for each sequence (conv)"),
         ("olmo_hybrid", "1 of its 2 layers keep a state of their own for each sequence (linear_attention)"),
         ("rwkv", "its layers keep a state of their own for each sequence"),
         ("mimo_v2_flash", "values "),
