@@ -21,7 +21,7 @@ import structlog
 import torch
 
 from .attention import AttentionMetadata, StepAttention, attend
-from .checkpoint.errors import UnsupportedModelError, WeightsError, first_of
+from .checkpoint.errors import UnsupportedModelError, WeightsError, name_first
 from .checkpoint.text_part import TO_TEXT_NAMES, WHOLE, WRAPPER, read_text_config
 from .config import close_to, not_native
 from .dtype_name import INTEGER_BITS, DtypeChoice
@@ -237,12 +237,12 @@ def _load_network(transformers: Any, folder: Path, config: Any, wrapper: str, dt
     finally:
         transformers.logging.set_verbosity(verbosity)
     if missing := info["missing_keys"]:  # the library would make them up
-        raise WeightsError(folder.name, f"tensors are missing: {first_of(missing)}")
+        raise WeightsError(folder.name, f"tensors are missing: {name_first(missing)}")
     left_out = others_left_out(info["unexpected_keys"], wrapper)
     log_left_out(left_out)
     if unused := set(info["unexpected_keys"]) - left_out.keys():
         # Those that the library itself names as unneeded are not among them.
-        problem = f"tensors are not part of the model that config.json describes: {first_of(unused)}"
+        problem = f"tensors are not part of the model that config.json describes: {name_first(unused)}"
         raise WeightsError(folder.name, f"{problem}; the library would leave them out")
     return network
 

@@ -56,7 +56,7 @@ class NoDeviceError(Exception):
         self.device = device
 
 
-def first_of(names: Collection[str]) -> str:
+def name_first(names: Collection[str]) -> str:
     """The first of some tensors by name, and how many others there are."""
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{min(names)}{others}"

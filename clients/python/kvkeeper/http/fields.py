@@ -97,7 +97,7 @@ class Generating(Fields):
 
     @property
     def counts_on(self) -> bool:
-        """Whether each event of a stream tells how many tokens there are up to it."""
+        """Whether each event of a stream counts the tokens up to it."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
