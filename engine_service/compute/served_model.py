@@ -72,7 +72,7 @@ def read_sampling_defaults(folder: Path) -> SamplingParams:
 
 log = structlog.get_logger()
 
-SAVES_MEMORY = "--dtype int8 of the engine takes less for the weights, and --tensor-parallel divides them"
+SAVES_MEMORY = "--tensor-parallel of the engine divides the weights"
 _CPU = torch.device("cpu")
 
 

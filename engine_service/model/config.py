@@ -16,7 +16,7 @@ from kvkeeper.kernels.attention.latent_widths import LatentWidths
 
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_file import CONFIG_FILE, bad, count, flag, number
-from .checkpoint.text_part import WRAPPER, read_text_config, unwrap
+from .checkpoint.text_part import WRAPPER, lacks_type, read_text_config, unwrap
 from .experts_config import ExpertsConfig, parse_experts
 from .families.default_sizes import DEFAULT_SIZES
 from .families.family import Family, LatentFamily, QkNorm
@@ -201,7 +201,7 @@ def why_library(raw: Mapping[str, Any], *, has_library: bool) -> str:
     if raw.get("model_type") is None:
         return ""
     if not is_native(raw["model_type"]):
-        return "the family is not native" if raw.get(FIELD) is None else ""
+        return "the family is not native" if raw.get(FIELD) is None and not lacks_type(raw) else ""
     try:
         parse_model_config(raw)
     except UnsupportedModelError as error:
@@ -297,6 +297,8 @@ def _with_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def _find_family(raw: Mapping[str, Any]) -> str:
     family_name = raw.get("model_type")
     if not isinstance(family_name, str) or family_name not in FAMILIES:
+        if lacks_type(raw):
+            raise bad("text_config.model_type", f"must name the family of the text model that is in {family_name!r}")
         if raw.get(FIELD) is not None:
             raise UnsupportedModelError(f"{FIELD} with model type", family_name, ", ".join(FAMILIES))
         if isinstance(family_name, str):

@@ -21,7 +21,7 @@ from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from kvkeeper.kernels.types import LinearWeight
 
 from .checkpoint.destination import Destination
-from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
+from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError, name_first
 from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_tensors, list_weight_files, tensor_sizes
 from .checkpoint.text_part import read_text_config, text_name
 from .checkpoint.unneeded import EMBEDDINGS, HEAD
@@ -81,7 +81,7 @@ def load_model(
     with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress) as bar:
         _fill(destinations, _read(files, left_out, config.scheme, split, bar), config)
     if destinations:
-        raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
+        raise WeightsError(folder.name, f"tensors are missing: {name_first(destinations)}")
     if is_tied and not config.tied_embeddings:
         weights, config = _tied_if_equal(weights, config)
     _complete(weights, config, split)

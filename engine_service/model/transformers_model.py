@@ -21,7 +21,7 @@ import structlog
 import torch
 
 from .attention import AttentionMetadata, StepAttention, attend
-from .checkpoint.errors import UnsupportedModelError, WeightsError
+from .checkpoint.errors import UnsupportedModelError, WeightsError, name_first
 from .checkpoint.text_part import TO_TEXT_NAMES, WHOLE, WRAPPER, read_text_config
 from .config import close_to, not_native
 from .dtype_name import INTEGER_BITS, DtypeChoice
@@ -236,13 +236,13 @@ def _load_network(transformers: Any, folder: Path, config: Any, wrapper: str, dt
         raise UnsupportedModelError("model type", model_type, f"what the library loads here; {_first(error)}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
-    if missing := sorted(info["missing_keys"]):  # the library would make them up
-        raise WeightsError(folder.name, f"{len(missing)} tensors are missing, among them {missing[0]}")
+    if missing := info["missing_keys"]:  # the library would make them up
+        raise WeightsError(folder.name, f"tensors are missing: {name_first(missing)}")
     left_out = others_left_out(info["unexpected_keys"], wrapper)
     log_left_out(left_out)
-    if unused := sorted(set(info["unexpected_keys"]) - left_out.keys()):
+    if unused := set(info["unexpected_keys"]) - left_out.keys():
         # Those that the library itself names as unneeded are not among them.
-        problem = f"{len(unused)} tensors are not part of the model that config.json describes, among them {unused[0]}"
+        problem = f"tensors are not part of the model that config.json describes: {name_first(unused)}"
         raise WeightsError(folder.name, f"{problem}; the library would leave them out")
     return network
 

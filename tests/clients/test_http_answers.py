@@ -162,6 +162,21 @@ async def test_a_thought_is_told_apart() -> None:
     assert "".join(delta.get("content", "") for delta in deltas).strip() == "Yes."
 
 
+# -- usage
+
+
+async def test_each_event_counts_the_tokens_up_to_it_where_that_is_asked_for() -> None:
+    said = [*texts("a", "b", "c"), *texts("d", index=1)]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x", "max_tokens": 9})):
+        found = await post(Engines(Client(said)), path, {**body, "n": 2, "stream": True, "stream_options": options})
+        *chunks, last, _ = found.events
+        counts = [(chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]) for chunk in chunks]
+        assert counts == [(3, 1), (3, 2), (3, 3), (3, 1)]
+        assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [4, 5, 6, 4]
+        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
 # -- errors
 
 

@@ -154,8 +154,8 @@ async def test_a_step_without_memory_ends_its_requests_alone_and_says_what_helps
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ("loading", ["cudaErrorMemoryAllocation (2.50 GiB were asked for", "lower --pool-memory", "--dtype int8"]),
-        ("warming", ["cudaErrorMemoryAllocation (2.50 GiB were asked for", "lower --pool-memory", "--dtype int8"]),
+        ("loading", ["cudaErrorMemoryAllocation (2.50 GiB were asked for", "lower --pool-memory", "--tensor-parallel"]),
+        ("warming", ["cudaErrorMemoryAllocation (2.50 GiB were asked for", "lower --pool-memory", "--tensor-parallel"]),
         ("lost", ["cudaErrorLaunchFailure: a kernel went wrong"]),
     ],
 )
@@ -230,7 +230,8 @@ async def test_a_start_that_the_device_of_another_rank_ends_names_the_rank(
     monkeypatch.setattr(Meeting, "join", lambda *parts: None)  # the odd one does not come
     await world.start_cache()
     words = (
-        r"--device cpu: rank 1 on cuda:1: cudaErrorMemoryAllocation \(2.50 GiB were asked for, .*--pool-memory.*--dtype int8"
+        r"--device cpu: rank 1 on cuda:1: cudaErrorMemoryAllocation \(2.50 GiB were asked for, "
+        r".*--pool-memory.*--tensor-parallel of the engine divides"
     )
     with structlog.testing.capture_logs() as logs, pytest.raises(StartError, match=words) as ended:
         async with asyncio.timeout(DEADLINE_S):

@@ -12,7 +12,7 @@ import tempfile
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling
 from tests.support.documents.deployments import Container, pod_containers
+from tests.support.processes.fleet import DEADLINE_S as START_S
 from tests.support.processes.fleet import Service
 from tests.support.processes.service_pair import DEADLINE_S, until
 from tests.support.processes.services import environment, free_ports, short_folder
@@ -35,6 +36,7 @@ class Pod:
 
     folder: Path
     changes: Mapping[str, str]
+    fronts: Mapping[str, str]  # addresses by container
     running: dict[str, Service]
 
     def words(self, words: list[str]) -> list[str]:
@@ -52,7 +54,7 @@ class Pod:
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         service = self.running[container.name] = Service(process)
-        if container.name != "gateway":
+        if container.name not in self.fronts:
             await service.until("ready")
         return service
 
@@ -69,7 +71,7 @@ class Pod:
 
         def ask() -> bool:
             try:
-                with urllib.request.urlopen(f"http://{self.changes['0.0.0.0:8000']}{path}", timeout=DEADLINE_S) as answer:
+                with urllib.request.urlopen(f"http://{self.fronts[container.name]}{path}", timeout=DEADLINE_S) as answer:
                     return bool(answer.status < 400)
             except OSError:
                 return False
@@ -78,12 +80,12 @@ class Pod:
         return await asyncio.to_thread(ask)
 
 
-def tokenized_by(http: str) -> list[int]:
-    """What the gateway makes of a text."""
+def tokenized_by(http: str, path: str) -> list[int]:
+    """What a front makes of a text."""
     with urllib.request.urlopen(f"http://{http}/v1/models", timeout=DEADLINE_S) as answer:
         (model,) = json.load(answer)["data"]
     body = json.dumps({"model": model["id"], "prompt": "def"}).encode()
-    request = urllib.request.Request(f"http://{http}/v1/tokenize", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"http://{http}{path}", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         return list(json.load(answer)["tokens"])
 
@@ -99,7 +101,7 @@ async def pod_in_a_folder() -> AsyncIterator[Pod]:
     health_of_cache, health_of_engine = free_ports()
     listen, metrics_of_cache = free_ports()
     metrics_of_engine, http = free_ports()
-    metrics_of_gateway, _ = free_ports()
+    metrics_of_gateway, gateway = free_ports()
     with short_folder() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         (folder / "sockets").mkdir(mode=0o777)
         changes = {
@@ -111,11 +113,11 @@ async def pod_in_a_folder() -> AsyncIterator[Pod]:
             "127.0.0.1:9410": metrics_of_cache,
             "127.0.0.1:9411": metrics_of_engine,
             "--host=0.0.0.0": "--host=127.0.0.1",
-            "--port=8000": f"--port={http.rpartition(':')[2]}",
-            "0.0.0.0:8000": http,
+            "--port=8000": f"--port={gateway.rpartition(':')[2]}",
+            "0.0.0.0:8000": http.replace("127.0.0.1", "0.0.0.0"),
             "--prometheus-port=29000": f"--prometheus-port={metrics_of_gateway.rpartition(':')[2]}",
         }
-        made = Pod(folder, changes, {})
+        made = Pod(folder, changes, {"http": http, "gateway": gateway}, {})
         try:
             yield made
         finally:
@@ -138,11 +140,14 @@ async def test_the_manifest_s_services_start_are_probed_and_drain(pod: Pod) -> N
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert await pod.probe(container, kind) == SERVING, (container.name, kind)
 
-    gateway = containers["gateway"]
-    await pod.start(gateway)
-    for kind in ("livenessProbe", "readinessProbe"):
-        await until(lambda kind=kind: pod.http_probe(gateway, kind))  # type: ignore[misc]
-    assert await asyncio.to_thread(tokenized_by, pod.changes["0.0.0.0:8000"]), "what is ready has the tokenizer"
+    front, gateway = containers["http"], replace(pod_containers("gateway")["http"], name="gateway")
+    for each, path in ((front, "/tokenize"), (gateway, "/v1/tokenize")):
+        await pod.start(each)
+        for kind in ("livenessProbe", "readinessProbe"):
+            async with asyncio.timeout(START_S):
+                while not await pod.http_probe(each, kind):
+                    pass
+        assert await asyncio.to_thread(tokenized_by, pod.fronts[each.name], path), "what is ready has the tokenizer"
 
     async with AsyncEngineClient(pod.changes["127.0.0.1:7411"], CallOptions(retry_s=0)) as client:
         options = GenerateOptions(sampling=Sampling(max_tokens=1000, temperature=0))
@@ -156,7 +161,7 @@ async def test_the_manifest_s_services_start_are_probed_and_drain(pod: Pod) -> N
         await until(is_draining)
         with pytest.raises(KvkeeperError, match="DRAINING"):
             await client.submit("def", options)
-        waiting = await asyncio.create_subprocess_exec(*pod.words(gateway.others[0]), env=environment(pod.folder))
+        waiting = await asyncio.create_subprocess_exec(*pod.words(front.others[0]), env=environment(pod.folder))
         chunks += [chunk async for chunk in stream]
     assert chunks[-1].finish_reason is not None, "what ran has gone on to its end"
     assert sum(len(chunk.token_ids) for chunk in chunks) == 1000

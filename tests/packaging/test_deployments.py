@@ -51,7 +51,7 @@ def port_of(address: str) -> int:
 # Schemas
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "compose.cuda.yaml"])
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cuda.yaml", "compose.gateway.yaml"])
 def test_compose_files_keep_to_the_specification(name: str) -> None:
     vendored = resources.files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json"
     schema = json.loads(vendored.read_text())
@@ -102,34 +102,46 @@ def test_every_file_names_commands() -> None:
 # Ports and addresses
 
 
+def front_port(front: Container) -> int:
+    """Where clients find it; it listens at all addresses of its network."""
+    address = f"{front.flag('host')}:{front.flag('port')}" if front.command[0] == "smg" else front.flag("listen")
+    assert address.startswith("0.0.0.0:")
+    return port_of(address)
+
+
 @each_deployment
 def test_addresses_are_those_of_the_other_containers(kind: str, variant: str) -> None:
     found = containers(kind, variant)
-    cache, engine, gateway = found["cache"], found["engine"], found["gateway"]
+    cache, engine, front = found["cache"], found["engine"], found["http"]
     assert engine.flag("cache") == cache.flag("listen")
-    assert engine.flag("gateway") == "on"
-    assert gateway.flag("worker-urls") == f"grpc://{engine.flag('listen')}"
+    if variant == "gateway":
+        assert front.flag("worker-urls") == f"grpc://{engine.flag('listen')}"
+        assert front.flag("prometheus-host") == "127.0.0.1"
+    else:
+        assert front.flag("engine") == engine.flag("listen")
+        assert "--trust-network" in front.command
     at = {"--cache": cache.flag("listen"), "--engine": engine.flag("listen"), "drain": engine.flag("listen")}
     for container in found.values():
         for command in container.others:
             for word, following in pairwise(command):
                 if word in at:
                     assert following == at[word], command
-    assert gateway.flag("prometheus-host") == "127.0.0.1"
     ports = [port_of(each.flag(name)) for each in (cache, engine) for name in ("metrics-listen", "health-address")]
-    assert len({*ports, port_of(engine.flag("listen")), int(gateway.flag("port"))}) == 6
+    assert len({*ports, port_of(engine.flag("listen")), front_port(front)}) == 6
 
 
 @each_deployment
 def test_prometheus_looks_where_metrics_are(kind: str, variant: str) -> None:
     found = containers(kind, variant)
-    jobs = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yaml").read_text())["scrape_configs"]
+    mounted = files.compose_containers(variant)["prometheus"].paths["/etc/prometheus/prometheus.yaml"]
+    jobs = yaml.safe_load((files.COMPOSE / mounted).read_text())["scrape_configs"]
     targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in jobs}
-    gateway = found["gateway"]
+    front, name = found["http"], "kvkeeper-gateway" if variant == "gateway" else "kvkeeper-http"
+    port = front.flag("prometheus-port") if variant == "gateway" else front_port(front)
     assert targets == {
         "kvkeeper-cache": [found["cache"].flag("metrics-listen")],
         "kvkeeper-engine": [found["engine"].flag("metrics-listen")],
-        "kvkeeper-gateway": [f"{gateway.flag('prometheus-host')}:{gateway.flag('prometheus-port')}"],
+        name: [f"127.0.0.1:{port}"],
     }
 
 
@@ -145,20 +157,20 @@ def test_probes_ask_a_port_that_the_command_opens(variant: str) -> None:
         assert {probe["port"] for probe in probes.values()} == {port}
         assert probes["readinessProbe"]["service"] == service
         assert "service" not in probes["livenessProbe"], "a service that waits for another lives"
-    gateway = found["gateway"].node
-    assert [each["containerPort"] for each in gateway["ports"]] == [int(found["gateway"].flag("port"))]
+    front = found["http"].node
+    assert [each["containerPort"] for each in front["ports"]] == [front_port(found["http"])]
     names = {each["name"] for node in files.pod(variant)["containers"] for each in node["ports"]}
-    assert {gateway[kind]["httpGet"]["port"] for kind in ("livenessProbe", "readinessProbe")} <= names
+    assert {front[kind]["httpGet"]["port"] for kind in ("livenessProbe", "readinessProbe")} <= names
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_service_leads_to_the_gateway_and_the_policy_lets_in_as_much(variant: str) -> None:
+def test_the_service_leads_to_the_front_and_the_policy_lets_in_as_much(variant: str) -> None:
     labels = files.one("Deployment", variant)["spec"]["template"]["metadata"]["labels"]
     (port,) = files.one("Service", variant)["spec"]["ports"]
-    gateway = files.pod_containers(variant)["gateway"]
-    assert port["targetPort"] == gateway.node["ports"][0]["name"]
+    front = files.pod_containers(variant)["http"]
+    assert port["targetPort"] == front.node["ports"][0]["name"]
     (rule,) = files.one("NetworkPolicy", variant)["spec"]["ingress"]
-    assert [each["port"] for each in rule["ports"]] == [int(gateway.flag("port"))]
+    assert [each["port"] for each in rule["ports"]] == [front_port(front)]
     for kind, path in (("Deployment", "selector"), ("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
         assert files.one(kind, variant)["spec"][path]["matchLabels"].items() <= labels.items()
     assert files.one("Service", variant)["spec"]["selector"].items() <= labels.items()
@@ -171,14 +183,14 @@ def test_compose_opens_to_the_host_alone_and_grafana_finds_prometheus(variant: s
     published = {name: node["ports"] for name, node in services.items() if "ports" in node}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     found = files.compose_containers(variant)
-    assert published["node"] == [f"127.0.0.1:8000:{found['gateway'].flag('port')}"], "its network is the gateway's"
+    assert published["node"] == [f"127.0.0.1:8000:{front_port(found['http'])}"], "its network is the front's"
     source = yaml.safe_load((files.COMPOSE / "grafana/source.yaml").read_text())["datasources"][0]
     assert source["url"] == f"http://node:{port_of(found['prometheus'].flag('web.listen-address'))}"
     (provider,) = yaml.safe_load((files.COMPOSE / "grafana/dashboards.yaml").read_text())["providers"]
     mounted = dict(found["grafana"].paths)
     (dashboard,) = (path for path, what in mounted.items() if what.endswith("dashboard.json"))
     assert Path(dashboard).parent == Path(provider["options"]["path"])
-    for name in ("cache", "engine", "gateway", "prometheus"):
+    for name in ("cache", "engine", "http", "prometheus"):
         assert services[name]["network_mode"] == "service:node"
     assert {services[name]["pid"] for name in ("cache", "engine")} == {"service:node"}
 
@@ -243,11 +255,11 @@ def test_no_container_may_do_more_than_it_needs(kind: str, variant: str) -> None
 def test_every_image_is_a_stage_of_the_dockerfile(kind: str, variant: str) -> None:
     stages = {rest.split()[-1] for word, rest in files.instructions() if word == "FROM"}
     ours = {each.node["image"] for each in containers(kind, variant).values() if each.node["image"].startswith(OURS)}
-    assert ours == {f"{OURS}{variant}"}
-    assert variant in stages
+    assert ours == {f"{OURS}{files.image(variant)}"}
+    assert files.image(variant) in stages
     if kind == "compose":
         build = files.composed(variant)["services"]["node"]["build"]
-        assert build["target"] == variant
+        assert build["target"] == files.image(variant)
         assert (files.COMPOSE / build["context"]).resolve() == ROOT
         assert ROOT / build["dockerfile"] == files.DOCKERFILE
 
@@ -262,7 +274,7 @@ def test_the_image_pins_torch_as_the_constraints_do_and_has_no_secret() -> None:
     assert not re.search(r"(?i)\b(ARG|ENV)\b[^\n]*(token|secret|password|key)", text)
 
 
-@pytest.mark.parametrize("variant", files.VARIANTS)
+@pytest.mark.parametrize("variant", files.IMAGES)
 def test_a_change_of_the_sources_leaves_the_layer_of_torch_as_it_is(variant: str) -> None:
     stages: dict[str, list[str]] = {}
     for word, rest in files.instructions():
@@ -360,7 +372,7 @@ def test_the_engine_drains_first_and_nothing_is_killed_while_it_does(kind: str, 
         for name, drain_s in (("cache", cache.drain_timeout), ("engine", engine.drain_timeout)):
             assert int(found[name].node["stop_grace_period"].removesuffix("s")) > drain_s
         return
-    waits = {name: float(found[name].others[0][-1]) for name in ("engine", "gateway")}
-    assert engine.drain_timeout < waits["engine"] < waits["gateway"] < files.pod(variant)["terminationGracePeriodSeconds"]
+    waits = {name: float(found[name].others[0][-1]) for name in ("engine", "http")}
+    assert engine.drain_timeout < waits["engine"] < waits["http"] < files.pod(variant)["terminationGracePeriodSeconds"]
     assert cache.drain_timeout < files.pod(variant)["terminationGracePeriodSeconds"]
-    assert ["--only-wait" in found[name].others[0] for name in ("engine", "gateway")] == [False, True], "one of them asks"
+    assert ["--only-wait" in found[name].others[0] for name in ("engine", "http")] == [False, True], "one of them asks"

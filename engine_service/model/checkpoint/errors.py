@@ -1,5 +1,7 @@
 """Errors of models and their folders. Each says what is wrong and carries the data that its handler needs."""
 
+from collections.abc import Collection
+
 
 class ModelError(Exception):
     """Something is wrong with a model folder: the base of these errors."""
@@ -52,3 +54,9 @@ class NoDeviceError(Exception):
     def __init__(self, device: str, count: int) -> None:
         super().__init__(f"torch sees {f'only {count}' if count else 'no'} CUDA device{'s' if count > 1 else ''} here")
         self.device = device
+
+
+def name_first(names: Collection[str]) -> str:
+    """The first of some tensors by name, and how many others there are."""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{min(names)}{others}"

@@ -57,6 +57,12 @@ def unwrap(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found | {WRAPPER: wrapper, **dict.fromkeys(_DTYPES, stated[0] if stated else None)}
 
 
+def lacks_type(raw: Mapping[str, Any]) -> bool:
+    """Whether a config that was not unwrapped has a text model in it, and does not name that one's type."""
+    inner = raw.get("text_config")
+    return isinstance(inner, dict) and not isinstance(inner.get("model_type"), str)
+
+
 def text_name(name: str) -> str:
     """The name of a stored tensor in the text model alone; that of any other as it is."""
     prefix = _TEXT.match(name)

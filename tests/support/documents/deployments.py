@@ -21,7 +21,9 @@ COMPOSE = ROOT / "deploy/compose"
 KUBERNETES = ROOT / "deploy/kubernetes"
 UNITS = ROOT / "deploy/systemd"
 OURS = "kvkeeper:"  # images that the Dockerfile makes
-VARIANTS = ("cpu", "cuda")
+IMAGES = ("cpu", "cuda")
+OVERLAYS = {"cpu": "", "cuda": "gpu", "gateway": "gateway"}  # by variant; folders of Kubernetes
+VARIANTS = tuple(OVERLAYS)
 Node = Any  # of YAML
 
 
@@ -56,10 +58,15 @@ def _listed(word: str) -> list[str]:
 ENTRYPOINT = _listed("ENTRYPOINT")
 
 
+def image(variant: str) -> str:
+    """The name of its stage of the Dockerfile."""
+    return variant if variant in IMAGES else "cpu"
+
+
 def composed(variant: str) -> dict[str, Node]:
-    """The compose file, for CUDA with the one that goes over it."""
+    """The compose file, with the one that goes over it for another variant."""
     base = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
-    return base if variant == "cpu" else _compose_over(base, yaml.safe_load((COMPOSE / "compose.cuda.yaml").read_text()))
+    return base if variant == "cpu" else _compose_over(base, yaml.safe_load((COMPOSE / f"compose.{variant}.yaml").read_text()))
 
 
 def compose_containers(variant: str) -> dict[str, Container]:
@@ -79,14 +86,15 @@ def manifests(variant: str) -> list[Node]:
     found = _resources(KUBERNETES)
     if variant == "cpu":
         return found
-    overlay = yaml.safe_load((KUBERNETES / "gpu/kustomization.yaml").read_text())
-    found += [each for path in overlay["resources"] if path != ".." for each in _all_of(KUBERNETES / "gpu" / path)]
+    folder = KUBERNETES / OVERLAYS[variant]
+    overlay = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    found += [each for path in overlay["resources"] if path != ".." for each in _all_of(folder / path)]
     for patch in overlay["patches"]:
-        (change,) = _all_of(KUBERNETES / "gpu" / patch["path"])
+        (change,) = _all_of(folder / patch["path"])
         (place,) = (i for i, each in enumerate(found) if _identity(each) == _identity(change))
         found[place] = _kustomize_over(found[place], change)
-    for image in overlay["images"]:
-        old, new = f"{image['name']}:cpu", f"{image['name']}:{image['newTag']}"
+    for changed in overlay.get("images", []):
+        old, new = f"{changed['name']}:cpu", f"{changed['name']}:{changed['newTag']}"
         found = json.loads(json.dumps(found).replace(json.dumps(old), json.dumps(new)))
     return found
 

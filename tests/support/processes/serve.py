@@ -47,15 +47,15 @@ def snapshot(folder: Path) -> Path:
 
 
 @contextmanager
-def serving(*flags: str, change: Callable[[Path], object] | None = None) -> Iterator[Served]:
-    """With these flags, and all else as it is by default. change: of the model's folder."""
+def serving(*flags: str, change: Callable[[Path], object] | None = None, host: str = "127.0.0.1") -> Iterator[Served]:
+    """With these flags, and all else as it is by default. change: of the model's folder; host: where HTTP is spoken."""
     http, cache, engine, metrics = free_ports(4)
     with short_folder() as folder, hub(str(folder / "hub")) as stand_in, (folder / "log").open("w") as log:
         model = snapshot(folder)
         if change is not None:
             change(model)
         command = [sys.executable, "-m", "kvkeeper.cli", "serve", str(model), "--json", "--pool-memory", "64MiB", *flags]
-        command += ["--http", http, "--cache-listen", cache, "--engine-listen", engine]
+        command += ["--http", http.replace("127.0.0.1", host), "--cache-listen", cache, "--engine-listen", engine]
         if "--gateway" in flags:
             command += ["--gateway-prometheus-port", metrics.rpartition(":")[2]]
         process = subprocess.Popen(

@@ -6,7 +6,7 @@ numbered through. Nothing is sent before the engine's first part, so that what i
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -138,14 +138,19 @@ async def stream(work: Work) -> AsyncGenerator[bytes, None]:
     with_usage = options is not None and bool(options.include_usage)
     envelope = work.envelope(work.writer.part_kind) | ({"usage": None} if with_usage else {})
     usages = []
+    num_new: Counter[int] = Counter()  # tokens of each choice
     async with aclosing(read_chunks(work)) as found:
         async for place, chunk in found:
             if isinstance(chunk, Usage):
                 usages.append(chunk)
                 continue
+            index = work.index(place, chunk)
+            if work.request.counts_on:
+                num_new[index] += len(chunk.token_ids)
+                envelope["usage"] = _counts(work, len(work.asked[place].ids or ()), num_new[index])
             part = work.writer.part(place, chunk, await work.spell(chunk))
             if part is not None:
-                yield event(envelope | {"choices": [{"index": work.index(place, chunk), **part}]})
+                yield event(envelope | {"choices": [{"index": index, **part}]})
     yield (event(envelope | {"choices": [], "usage": _usage(work, usages)}) if with_usage else b"") + DONE
 
 
@@ -156,14 +161,13 @@ def event(value: Mapping[str, Any]) -> bytes:
 
 
 def _usage(work: Work, usages: Sequence[Usage]) -> dict[str, Any]:
-    num_prompt = sum(usage.prompt_tokens for usage in usages)
-    num_new = 0 if work.request.max_tokens == 0 else sum(usage.new_tokens for usage in usages)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
-    }
+    counts = _counts(work, sum(usage.prompt_tokens for usage in usages), sum(usage.new_tokens for usage in usages))
+    return counts | {"prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)}}
+
+
+def _counts(work: Work, num_prompt: int, num_new: int) -> dict[str, Any]:
+    num_new = 0 if work.request.max_tokens == 0 else num_new
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
 async def read_chunks(work: Work) -> AsyncGenerator[tuple[int, OutputChunk | Usage], None]:

@@ -39,7 +39,7 @@ async def prepare(engine: Engine, request: ChatRequest) -> "tuple[Work, ChatWrit
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     options = make_options(request, request_id, constraint, max_tokens, num_logprobs, engine.form.keeps_special_tokens)
-    asked = await ask(engine, prompt, options, "messages", form, shows_ids=bool(request.return_token_ids))
+    asked = await ask(engine, prompt, options, "messages", form, shows_ids=bool(request.return_token_ids or request.counts_on))
     is_forced = _is_forced(request)
     readers = [engine.form.reader(chat.tools, prompt_end, is_forced=is_forced) for _ in range(request.n or 1)]
     writer = ChatWriter(request, asked, readers)

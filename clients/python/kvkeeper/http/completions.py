@@ -35,7 +35,7 @@ async def complete(call: Call) -> Work:
     for place, prompt in enumerate(prompts):
         own_id = request_id if len(prompts) == 1 else f"{request_id}-{place}"
         options = make_options(request, own_id, constraint, max_tokens, request.logprobs, False, request.best_of)
-        shows_ids = bool(request.echo or request.return_token_ids or request.prompt_logprobs is not None)
+        shows_ids = bool(request.echo or request.return_token_ids or request.prompt_logprobs is not None or request.counts_on)
         asked.append(await ask(engine, prompt, options, "prompt", form, shows_ids=shows_ids))
     if request.echo and request.logprobs is not None:
         await engine.spell(token for each in asked for token in each.ids or ())

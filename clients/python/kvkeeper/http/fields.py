@@ -31,6 +31,7 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's
 
 
 class StructuredOutputs(Fields):
@@ -93,6 +94,11 @@ class Generating(Fields):
     top_k: int | None = None
     typical_p: float | None = None
     use_beam_search: bool | None = None
+
+    @property
+    def counts_on(self) -> bool:
+        """Whether each event of a stream counts the tokens up to it."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(Generating):

@@ -153,9 +153,10 @@ def test_models_that_the_library_runs_have_the_files_head(tmp_path: Path) -> Non
 
 def test_what_the_library_would_leave_out_is_refused(tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path, TinyModel("starcoder2", "Starcoder2"))
-    change(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
-    with pytest.raises(WeightsError, match=r"1 tensors are not part of .* among them model\.layers\.0\.self_attn\.q_norm"):
-        load_served_model(EngineConfig(model=str(folder), progress=False))
+    for name, said in (("q_norm", r"q_norm\.weight;"), ("k_norm", r"k_norm\.weight and 1 more;")):
+        change(folder, lambda tensors, name=name: tensors.update({f"model.layers.0.self_attn.{name}.weight": torch.ones(16)}))
+        with pytest.raises(WeightsError, match=rf"tensors are not part of .* describes: model\.layers\.0\.self_attn\.{said}"):
+            load_served_model(EngineConfig(model=str(folder), progress=False))
 
 
 @pytest.mark.parametrize("model", TINY_MODELS, ids=lambda model: model.name)

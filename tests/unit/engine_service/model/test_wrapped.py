@@ -234,6 +234,14 @@ def test_a_text_part_that_is_not_served_alone_is_refused_with_the_cause(tmp_path
         served(tmp_path)
 
 
+def test_a_text_part_without_a_type_is_refused_by_the_missing_field(tmp_path: Path) -> None:
+    for raw in ({"model_type": "llava", "text_config": {"hidden_size": 64}}, {"text_config": {"model_type": 7}}):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        for refuse in (served, lambda folder: check_model(folder, EngineConfig(model=str(folder)))):
+            with pytest.raises(ModelConfigError, match=r"config\.json: text_config\.model_type must name the family"):
+                refuse(tmp_path)
+
+
 @pytest.mark.parametrize("model_type", [None, 7, ["llama"], {}])
 def test_a_type_that_is_no_name_is_of_a_larger_model(model_type: object) -> None:
     assert unwrap({"model_type": model_type, "text_config": {"model_type": "llama"}})["wrapped_in"] == "a larger model"

@@ -44,6 +44,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--https-cert", metavar="FILE", type=Path, help="certificate, in PEM: clients speak HTTPS, also from other hosts"
     )
     parser.add_argument("--https-key", metavar="FILE", type=Path, help="its key, which this user alone may read")
+    parser.add_argument(
+        "--trust-network",
+        action="store_true",
+        help="serve other hosts without TLS, and before an engine that asks for no keys: the network of a container or a pod"
+        " decides who reaches the address",
+    )
     add_engine_flag(parser, shows_token=False)
 
 
@@ -51,6 +57,11 @@ def refuse_tls(args: argparse.Namespace, typed: Sequence[str]) -> None:
     """Ends with a usage error where the front beside both services is to speak TLS: it is reached from this host alone."""
     if any(flag.startswith("--https") for flag in typed):
         args.usage_error("--http-https-cert: `kvkeeper http` by itself speaks TLS; this one is reached from this host alone")
+
+
+def trusts_network(typed: Sequence[str]) -> bool:
+    """Whether the flags of a command that starts both services let other hosts reach the front beside them."""
+    return f"--{NAME}-trust-network" in typed
 
 
 def service(listen: str, engine: str, typed: Sequence[str]) -> Service:
@@ -66,16 +77,16 @@ def refuse(
     modules: Sequence[str] = MODULES,
     extra: str = NAME,
     *,
-    has_tls: bool = False,
+    is_open: bool = False,
 ) -> int | None:
     """The exit code where a front cannot listen there, which is reported; else None.
 
-    modules: those that it needs, of this extra. has_tls: then other hosts may reach it.
+    modules: those that it needs, of this extra. is_open: other hosts may reach it.
     """
     from kvkeeper.common.service.listen import AddressInUse, check_free
     from kvkeeper.common.service.settings import LISTEN_ADDRESS, METRICS_ADDRESS
 
-    form = LISTEN_ADDRESS if has_tls and not listen.startswith("unix:") else METRICS_ADDRESS
+    form = LISTEN_ADDRESS if is_open and not listen.startswith("unix:") else METRICS_ADDRESS
     if wrong := form.refusal(listen) if listen else "host:port":
         args.usage_error(f"{flag}: {wrong}")
     text = f"{' and '.join(missing(*modules))}: not installed; install with: {install_command(extra)}"
@@ -91,7 +102,8 @@ def refuse(
 
 def run(args: argparse.Namespace) -> int:
     tls = None if args.https_cert is None else (args.https_cert, args.https_key)
-    if (exit_code := refuse(args, "--listen", args.listen, has_tls=tls is not None)) is not None:
+    is_open = tls is not None or args.trust_network
+    if (exit_code := refuse(args, "--listen", args.listen, is_open=is_open)) is not None:
         return exit_code
     if (exit_code := _refuse_files(args)) is not None:
         return exit_code
@@ -111,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ[_ENGINE_VARIABLE] = args.engine  # workers read it
     if args.response_form is not None:
         os.environ[_FORM_VARIABLE] = args.response_form
-    if not is_local(args.listen):
+    if not is_local(args.listen) and not args.trust_network:
         os.environ[_KEYS_VARIABLE] = "1"
     if args.workers == 1:
         serve(make(), args.listen, tls=tls)

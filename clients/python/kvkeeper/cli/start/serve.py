@@ -35,7 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     needed = ((gateway.MODULE, "smg_grpc_proto"), _GATEWAY) if args.gateway else (http.MODULES, http.NAME)
-    if (exit_code := http.refuse(args, "--http", args.http, *needed)) is not None:
+    is_open = http.trusts_network(args.other_flags)
+    if (exit_code := http.refuse(args, "--http", args.http, *needed, is_open=is_open)) is not None:
         return exit_code
     # Not by argparse, which would take the value of a service's flag for the model.
     has_model = args.other_flags and not args.other_flags[0].startswith("-")

@@ -72,7 +72,8 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.http is not None and (exit_code := http.refuse(args, "--http", args.http)) is not None:
+    is_open = http.trusts_network(args.other_flags)
+    if args.http is not None and (exit_code := http.refuse(args, "--http", args.http, is_open=is_open)) is not None:
         return exit_code
     flags = checked_flags(args, *([http.NAME] if args.http else []))
     if isinstance(flags, int):
