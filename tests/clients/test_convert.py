@@ -22,6 +22,8 @@ from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.engine_service.preflight import check_start
 from tests.support.models.demo_gguf import CHAT_TEMPLATE, write_demo_gguf
 
+pytestmark = pytest.mark.in_turn
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:

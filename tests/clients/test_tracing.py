@@ -18,6 +18,8 @@ from tests.support.processes.services import services_up, short_folder, sockets_
 from tests.support.processes.traces import Spans, collecting
 from tests.support.stand_ins.fake_cache import FakeCache, Fault, serving
 
+pytestmark = pytest.mark.in_turn
+
 PROMPT = "secret_function(1)"
 
 

@@ -30,6 +30,8 @@ from tests.support.processes.services import (
     up_command,
 )
 
+pytestmark = pytest.mark.in_turn
+
 END_S = 30.0
 
 

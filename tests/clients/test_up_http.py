@@ -20,6 +20,8 @@ import pytest
 from kvkeeper.client import CallOptions, EngineClient, GenerateOptions, Sampling
 from tests.support.processes.services import Services, environment, free_ports, services_up, short_folder, sockets_in
 
+pytestmark = pytest.mark.in_turn
+
 END_S = 30.0
 LONG = {"prompt": "def", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 BACK_S = 5.0  # a second on a machine of its own

@@ -16,6 +16,8 @@ from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions
 from tests.support.processes.fleet import fleet
 from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, toy_output
 
+pytestmark = pytest.mark.in_turn
+
 PROMPTS = [[place + 1, *range(40, 40 + 5 * BLOCK_SIZE)] for place in range(12)]
 NUM_CACHED = 5 * BLOCK_SIZE
 SIZES: dict[str, Any] = {"num_blocks": 17, "num_host_blocks": 33, "disk_memory": 4 << 20, "num_pools": 1}

@@ -23,6 +23,8 @@ from tests.support.models.tiny_models import build_model_folder, random_tokens, 
 from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until, until_stats
 from tests.support.worlds.cache_api import failure
 
+pytestmark = pytest.mark.in_turn
+
 PROMPT = "def main():\n    "
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
 

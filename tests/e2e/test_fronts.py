@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Sampling
@@ -24,6 +25,8 @@ from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
 from tests.support.trust.trusting_services import trusting
 from tests.support.worlds.cache_api import failure
+
+pytestmark = pytest.mark.in_turn
 
 PROMPT = "import os\nimport sys\n\n\ndef main():\n    "
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True, max_tokens=24)

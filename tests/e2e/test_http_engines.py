@@ -14,6 +14,8 @@ from tests.support.processes.service_pair import Services
 from tests.support.stand_ins.asgi import Answer, post
 from tests.support.trust.trusting_services import Trusting, trusting
 
+pytestmark = pytest.mark.in_turn
+
 PROMPT = list(range(1, 34))
 BODY = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
 

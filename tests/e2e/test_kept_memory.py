@@ -22,6 +22,8 @@ from tests.support.processes.fleet import BLOCK_SIZE, Fleet, Service, fleet
 from tests.support.processes.service_pair import generate, toy_output, until
 from tests.support.worlds.memory_folder import memory_folder
 
+pytestmark = pytest.mark.in_turn
+
 PROMPTS = [[number, *range(10, 35)] for number in range(6)]  # six whole blocks and two tokens, none shared
 NUM_WHOLE = 6 * BLOCK_SIZE
 

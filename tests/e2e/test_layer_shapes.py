@@ -15,6 +15,8 @@ from tests.e2e.test_recurrent import NUM_NEW, PROMPTS, crowd, ids_of
 from tests.support.models.tiny_models import build_model_folder, quiet_transformers, tiny_model
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services, until
 
+pytestmark = pytest.mark.in_turn
+
 
 @pytest.fixture(scope="module", params=["gemma4_e2b", "gemma4_26b"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,6 +25,8 @@ from tests.support.processes.service_pair import DEADLINE_S, Services, generate,
 from tests.support.stand_ins.device_faults import out_of_memory
 from tests.support.worlds.cache_api import failure
 
+pytestmark = pytest.mark.in_turn
+
 PROMPT = list(range(3, 16))
 LONG = GenerateOptions(sampling=Sampling(max_tokens=1500, temperature=0, repetition_penalty=1.0))
 NAME = health_pb2.HealthCheckRequest(service="kvkeeper.engine.v1.EngineService")

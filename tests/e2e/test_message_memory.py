@@ -12,6 +12,8 @@ from kvkeeper.client.errors import to_error
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from tests.support.processes.fleet import DEADLINE_S, Fleet, fleet
 
+pytestmark = pytest.mark.in_turn
+
 MESSAGE_BYTES = 4 << 20
 RECEIVE_BYTES = 8 << 20  # two messages at once
 ANY_SIZE = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]

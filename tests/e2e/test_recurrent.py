@@ -28,6 +28,8 @@ from tests.support.models.tiny_models import (
 from tests.support.models.wrapped import wrap
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services, until
 
+pytestmark = pytest.mark.in_turn
+
 CHECKPOINT = 2 * BLOCK_SIZE
 PROMPTS = [random_tokens(length, seed=length) for length in (3, 8, 17, 40)]
 NUM_NEW = 20
