@@ -4,7 +4,8 @@ Owns the nodes of fewer tokens than a block. Each is behind one node of the pref
 each group of layers: the last, partly filled one, or the states behind its last token. It is found by its parent and its
 tokens, compared one by one (R4). Rules: a partial node has no children; its blocks are its own and in no table once a call is
 over; without one of them, or without its parent, it is forgotten whole. There are at most so many; of more, the least recently
-used one is forgotten. Its blocks are on the device alone, and what leaves the device is forgotten. Knows no reference counts.
+used one is forgotten, and that is one of the tenant's own where it has more than its share, so that no tenant forgets for the
+others. Its blocks are on the device alone, and what leaves the device is forgotten. Knows no reference counts.
 """
 
 import struct
@@ -45,6 +46,7 @@ class PartialNodes:
         """most: nodes that are kept at once."""
         self._most = most
         self._nodes: dict[bytes, PartialNode] = {}  # the least recently used one first
+        self._of_tenant: dict[int, dict[bytes, PartialNode]] = {}  # likewise
         self._below: dict[int, dict[bytes, PartialNode]] = {}  # by parent and key
         self._lens: dict[int, Counter[int]] = {}  # by parent: how many have so many tokens
         self._of_block: dict[int, PartialNode] = {}
@@ -69,22 +71,30 @@ class PartialNodes:
 
     def touch(self, node: PartialNode) -> None:
         """A sequence has started on it, or would have left it."""
-        self._nodes[node.key] = self._nodes.pop(node.key)
+        for nodes in (self._nodes, self._of_tenant[node.tenant]):
+            nodes[node.key] = nodes.pop(node.key)
 
     def add(self, parent: int, tokens: Int32Array, blocks: Int32Array, tenant: int) -> Int32Array | None:
         """Names these blocks. Returns the blocks of a node that had to go for it; None, and no change, where it is there."""
         node = PartialNode(parent, np.ascontiguousarray(tokens, "<i4").tobytes(), blocks, tenant)
-        if node.key in self._nodes:
-            self.touch(node)
+        if (there := self._nodes.get(node.key)) is not None:
+            self.touch(there)
             return None
         if not self._most:
             return None
-        gone = self._forget([next(iter(self._nodes.values()))]) if len(self._nodes) >= self._most else NO_INT32
+        gone = self._forget([self._choose_for(tenant)]) if len(self._nodes) >= self._most else NO_INT32
+        self._of_tenant.setdefault(tenant, {})[node.key] = node
         self._nodes[node.key] = self._below.setdefault(parent, {})[node.key] = node
         self._lens.setdefault(parent, Counter())[node.num_tokens] += 1
         self._of_block.update(dict.fromkeys(blocks.tolist(), node))
         self.is_named[blocks] = True
         return gone
+
+    def _choose_for(self, tenant: int) -> PartialNode:
+        """The node that goes for one more of this tenant."""
+        own = self._of_tenant.get(tenant, {})
+        has_more = len(own) * len(self._of_tenant) > len(self._nodes)
+        return next(iter((own if has_more else self._nodes).values()))
 
     def forget_blocks(self, blocks: Int32Array) -> Int32Array:
         """These blocks, each of a partial node, are lost. Returns all blocks of their nodes."""
@@ -119,7 +129,9 @@ class PartialNodes:
     def _forget(self, nodes: Iterable[PartialNode]) -> Int32Array:
         lost = [NO_INT32]
         for node in nodes:
-            del self._nodes[node.key], self._below[node.parent][node.key]
+            del self._nodes[node.key], self._below[node.parent][node.key], self._of_tenant[node.tenant][node.key]
+            if not self._of_tenant[node.tenant]:
+                del self._of_tenant[node.tenant]
             lens = self._lens[node.parent]
             lens[node.num_tokens] -= 1
             if not lens[node.num_tokens]:
@@ -139,7 +151,8 @@ class PartialNodes:
         named = np.concatenate([NO_INT32, *(node.blocks for node in self._nodes.values())])
         if len(np.unique(named)) < len(named) or not np.array_equal(np.sort(named), np.flatnonzero(self.is_named)):
             wrong.append("a block has several partial nodes, or one that does not know it")
-        if len(self._nodes) > self._most or sum(map(len, self._below.values())) != len(self._nodes):
+        counts = {sum(map(len, each.values())) for each in (self._below, self._of_tenant)}
+        if len(self._nodes) > self._most or counts != {len(self._nodes)}:
             wrong.append("there are other partial nodes than are counted")
         for key, node in self._nodes.items():
             if node.key != key or not 0 < node.num_tokens < block_size or len(node.blocks) != num_groups:

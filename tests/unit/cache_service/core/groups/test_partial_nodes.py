@@ -237,6 +237,16 @@ def test_the_least_recently_used_one_goes_where_there_are_too_many() -> None:
     assert [_talk(pool, 4, [1, 2, 8]), _talk(pool, 5, [3, 4, 9])] == [2, 0]
 
 
+def test_a_tenant_that_leaves_many_forgets_its_own() -> None:
+    pool = _pool(group_spans=_STATES, max_partial_nodes=3)
+    _talk(pool, 1, [1, 2], tenant="a")
+    for number in range(2, 9):
+        _talk(pool, number, [3, number], tenant="b")
+    pool.audit()
+    assert _talk(pool, 9, [1, 2, 9], tenant="a") == 2
+    assert [_talk(pool, 10 + number, [3, number, 9], tenant="b") for number in (8, 2)] == [2, 0]
+
+
 def test_a_start_that_has_no_room_for_the_copy_takes_whole_blocks() -> None:
     pool = _pool(num_blocks=5)
     _talk(pool, 1, list(range(6)))
