@@ -157,6 +157,11 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
     return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
 
 
+def square_of_relu(x: torch.Tensor) -> torch.Tensor:
+    """Reference of gates.square_of_relu."""
+    return (x.double().clamp(min=0) ** 2).to(x.dtype)
+
+
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     """Reference of linear.linear, for a weight that is not packed."""
     product = x.double() @ weight.data.double().T
@@ -229,6 +234,9 @@ def short_conv(inputs: ConvInputs, window: torch.Tensor, rows: StateRows | State
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Reference of gated_norm.gated_norm."""
     wide, gates = x.double(), gate.double().view(x.shape)
+    if weight.dim() == 2:
+        wide = wide * gates * torch.sigmoid(gates)
+        return (wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype).flatten(1)
     normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.double()
     return (normed * gates * torch.sigmoid(gates)).to(x.dtype).flatten(1)
 
@@ -248,14 +256,22 @@ def _take_tokens(
     """Write the outputs of some tokens of a sequence, and return its state behind them."""
     num_heads, key_dim, value_dim = memory.shape
     keys = (window.shape[1] - num_heads * value_dim) // 2
-    each, memory = num_heads * key_dim // keys, memory.clone()
+    each, memory, scan = num_heads * key_dim // keys, memory.clone(), inputs.scan
     for token in tokens:
         window = torch.cat((window, inputs.mixed[token].double()[None]))
-        made = torch.nn.functional.silu((window * inputs.conv.double().T).sum(0))
+        made = (window * inputs.conv.double().T).sum(0)
+        made = torch.nn.functional.silu(made if scan is None else made + scan.conv_bias.double())
         window = window[1:]
         for head in range(num_heads):
             at = head // each * key_dim
             q, k, v = made[at:][:key_dim], made[keys + at :][:key_dim], made[2 * keys + head * value_dim :][:value_dim]
+            if scan is not None:
+                step = torch.nn.functional.softplus(inputs.gates[token, head].double() + inputs.decay_bias[head].double())
+                step = step.clamp(scan.least, scan.most)
+                memory[head] *= torch.exp(-torch.exp(inputs.decay_log[head].double()) * step)
+                memory[head] += torch.outer(k, v * step)
+                out[token, head] = q @ memory[head] + scan.skip[head].double() * v
+                continue
             q, k = (x / torch.sqrt(x @ x + 1e-6) for x in (q, k))
             beta, gate = (inputs.gates[token, place].double() for place in (head, num_heads + head))
             grown = torch.nn.functional.softplus(gate + inputs.decay_bias[head].double())

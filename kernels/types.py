@@ -92,14 +92,30 @@ class CountedTensors(NamedTuple):
     penalties: torch.Tensor
 
 
+class ScanRule(NamedTuple):
+    """What Mamba 2 (arXiv 2405.21060) has otherwise: a token adds to what a head holds under its key, and corrects nothing.
+
+    Attributes:
+        conv_bias: [C], as mixed.
+        skip: float32 [Hv], how much of a token's values is in its outputs beside what its query reads.
+        least, most: bounds of a token's step, by which it both forgets and adds.
+    """
+
+    conv_bias: torch.Tensor
+    skip: torch.Tensor
+    least: float
+    most: float
+
+
 class DeltaInputs(NamedTuple):
     """What the tokens of a step bring to a gated delta net, and its weights. C is 2 Hk Dk + Hv Dv.
 
     Attributes:
         mixed: [T, C], queries, keys and values before the convolution, row t at a stride.
-        gates: [T, 2 Hv], how much each head corrects, and how much it forgets.
+        gates: [T, 2 Hv], how much each head corrects, and how much it forgets; with `scan` [T, Hv], of its steps.
         conv: [C, kernel], as mixed.
         decay_bias, decay_log: float32 [Hv]; a head forgets at exp(decay_log) times the softplus of its gate and the bias.
+        scan: of Mamba 2, where queries and keys have the length that they have; None: of a gated delta net.
     """
 
     mixed: torch.Tensor
@@ -107,6 +123,7 @@ class DeltaInputs(NamedTuple):
     conv: torch.Tensor
     decay_bias: torch.Tensor
     decay_log: torch.Tensor
+    scan: ScanRule | None = None
 
 
 class DeltaState(NamedTuple):

@@ -161,9 +161,7 @@ class ModelRunner:
         self._layout = layout
         self._groups = groups
         config = model.config
-        self._parts, self._places = attention_parts(
-            () if self._stored else groups, config.windows, config.chunks, config.kv_sources
-        )
+        self._parts, self._places = attention_parts(() if self._stored else groups, config.windows, config.chunks, config.reads)
         self._views = (
             tuple(layout.view_group(kv_view, part.table) for part in self._parts) if isinstance(layout, KvLayout) else ()
         )

@@ -84,8 +84,8 @@ def state_groups(model: Decoder, block_size: int, checkpoint_blocks: int) -> tup
     config = model.config
     assert config.recurrent is not None, "asked of models with states"
     return group_states(
-        config.recurrent.layers,
-        config.num_layers,
+        {config.mixing.index(layer) for layer in config.recurrent.layers},
+        len(config.mixing),
         state_bytes(config.recurrent.shape.state, model.dtype.itemsize),
         2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize,
         block_size,

@@ -103,17 +103,16 @@ def attention_parts(
     groups: Sequence[LayerGroup],
     windows: Sequence[int | None],
     chunks: Sequence[int | None] = (),
-    sources: Sequence[int] = (),
+    reads: Sequence[int] = (),
 ) -> tuple[tuple[AttentionPart, ...], tuple[tuple[int, int], ...]]:
     """The parts of a model's layers, and of each layer its part and its place in the blocks of that part's table.
 
     One for each group of layers that attend, which come first; without groups one for all layers, and one more for each size of
     chunks.
-    sources: of the last layers, which store nothing, the layers whose K and V they read.
+    reads: see ModelConfig.
     """
     parts, places = _own_parts(groups, windows, chunks)
-    places = places[: len(windows) - len(sources)]
-    return parts, (*places, *(places[source] for source in sources))
+    return parts, tuple(places[number] for number in reads) if reads else places
 
 
 def _own_parts(

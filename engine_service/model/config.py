@@ -12,31 +12,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvkeeper.common.service.extras import install_command
-from kvkeeper.kernels.attention.latent_widths import LatentWidths
 
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_file import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.text_part import WRAPPER, lacks_type, read_text_config, unwrap
 from .experts_config import ExpertsConfig, parse_experts
 from .families.default_sizes import DEFAULT_SIZES
-from .families.family import Family, LatentFamily, QkNorm
+from .families.family import Family, QkNorm
 from .families.table import FAMILIES
+from .latent_config import LatentConfig, parse_latent
 from .layer_groups import Heads
-from .layer_kinds import parse_chunks, parse_unrotated, parse_windows
+from .layer_kinds import MIXING, LayerPart, parse_chunks, parse_parts, parse_unrotated, parse_windows
 from .layer_shapes import LayerInputsConfig, parse_layers, parse_width
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .recurrent.recurrent_config import RecurrentConfig, parse_recurrent
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
-
-
-@dataclass(frozen=True, slots=True)
-class LatentConfig:
-    """Latent attention. query_rank: None: queries are projected at once. are_sides: rotated pairs are stored side by side."""
-
-    widths: LatentWidths
-    query_rank: int | None
-    are_sides: bool
-    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +48,7 @@ class ModelConfig:
         windows: per layer, the keys visible to a query, itself included; None: all.
         weights_dtype: name of the dtype that config.json states for the weights, or None.
         local_rope: of layers with a window, where they have their own; None: `rope` for all.
-        activation: of the MLP's gate: silu, gelu_tanh or clamped_swiglu.
+        activation: of the MLP's gate: silu, gelu_tanh or clamped_swiglu; or relu2, of an MLP that has no gate.
         swiglu_alpha, swiglu_limit: of clamped_swiglu.
         qk_norm: of queries and keys: none, of each head, of all heads at once, or of each rotated head without a weight (unit).
         qk_norm_eps: of that norm.
@@ -83,6 +73,7 @@ class ModelConfig:
         has_wide_sharers: MLPs of the layers that store no K and V are twice as wide.
         layer_inputs: each layer adds an input of its own for each token. None: it does not.
         has_layer_scales: what each layer gives is multiplied by a number of its own.
+        parts: of each layer, what it has alone. (): each attends, or keeps a state, and has an MLP.
         experts: None: every MLP is one.
         scheme: how projections are stored; None: as plain numbers.
         wrapper: the type of the model that it is the text part of; empty: it stands alone.
@@ -135,6 +126,7 @@ class ModelConfig:
     has_wide_sharers: bool = False
     layer_inputs: LayerInputsConfig | None = None
     has_layer_scales: bool = False
+    parts: tuple[LayerPart, ...] = ()
     experts: ExpertsConfig | None = None
     scheme: Scheme | None = None
     wrapper: str = ""
@@ -145,6 +137,26 @@ class ModelConfig:
         return self.latent is not None
 
     @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        recurrent = frozenset[int]() if self.recurrent is None else self.recurrent.layers
+        return tuple(layer for layer in self.mixing if layer not in recurrent)
+
+    @property
+    def mixing(self) -> tuple[int, ...]:
+        """The layers in which tokens learn of others."""
+        return tuple(layer for layer in range(self.num_layers) if not self.parts or self.parts[layer] in MIXING)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or experts."""
+        return not self.parts or layer not in self.mixing
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether an MLP has a gate beside what it lets through."""
+        return self.activation != "relu2"
+
+    @property
     def query_groups(self) -> frozenset[int]:
         """How many heads of queries there are for one of K and V, in any layer."""
         return frozenset(self.num_heads // self.kv_heads(layer)[0] for layer in range(self.num_layers))
@@ -153,6 +165,17 @@ class ModelConfig:
     def num_kv_layers(self) -> int:
         """Layers that store K and V, which come first."""
         return self.num_layers - len(self.kv_sources)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """What each layer reads, its own or another one's K and V or state, by the number among the layers that store anything.
+
+        0 for a layer that reads none. (): each reads its own.
+        """
+        if self.parts:
+            numbers = {layer: number for number, layer in enumerate(self.mixing)}
+            return tuple(numbers.get(layer, 0) for layer in range(self.num_layers))
+        return (*range(self.num_kv_layers), *self.kv_sources) if self.kv_sources else ()
 
     def kv_heads(self, layer: int) -> Heads:
         """KV heads of a layer, and the size of each."""
@@ -231,16 +254,17 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     family = FAMILIES[family_name]
     _check_activation(raw, family)
     hidden_size = count(raw, "hidden_size")
-    num_layers = count(raw, "num_hidden_layers")
+    parts = parse_parts(raw, family)
+    num_layers = len(parts) or count(raw, "num_hidden_layers")
     num_heads, num_kv_heads, head_dim = _parse_heads(raw, family, hidden_size)
     attention_bias = family.biased if raw.get("attention_bias") is None else flag(raw, "attention_bias")
     max_position = count(raw, "max_position_embeddings")
-    rope = parse_rope(raw, max_position, family)
-    latent = None if family.latent is None else _parse_latent(raw, family.latent, rope, hidden_size // num_heads)
+    rope = parse_rope(raw if family.has_rope else {}, max_position, family)
+    latent = None if family.latent is None else parse_latent(raw, family.latent, rope, hidden_size // num_heads)
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.widths.latent + latent.widths.rope
     max_position = _limit_by_rope(rope, max_position, head_dim if latent is None else latent.widths.rope)
-    unrotated = parse_unrotated(raw, num_layers) if family.has_unrotated_layers else frozenset[int]()
+    unrotated = parse_unrotated(raw, family, num_layers)
     windows = parse_windows(raw, family, num_layers)
     qk_norm = _parse_qk_norm(raw, family)
     eps = qk_eps = number(raw, "rms_norm_eps", family.default_eps)
@@ -270,15 +294,14 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         weights_dtype=_find_dtype(raw),
         local_rope=parse_local_rope(raw, max_position, family.local_theta),
         activation=family.activation,
-        swiglu_alpha=number(raw, "swiglu_alpha", 1.702),
-        swiglu_limit=number(raw, "swiglu_limit", 7.0),
         has_sink_logits=family.has_sink_logits,
         has_output_gate=family.has_output_gate,
         latent=latent,
-        recurrent=None if family.recurrent is None else parse_recurrent(raw, family.recurrent, num_layers),
+        recurrent=None if family.recurrent is None else parse_recurrent(raw, family.recurrent, num_layers, parts),
         norm_offset=family.has_norm_offset,
         norms=family.norms,
-        experts=parse_experts(raw, family, num_layers),
+        parts=parts,
+        experts=parse_experts(raw, family, num_layers, parts),
         scheme=parse_scheme(raw),
         wrapper=raw.get(WRAPPER, ""),
         **_parse_scales(raw, family, hidden_size, num_layers),
@@ -343,7 +366,7 @@ def _without_type(raw: Mapping[str, Any]) -> UnsupportedModelError:
 
 def _check_activation(raw: Mapping[str, Any], family: Family) -> None:
     """The field that the library reads, and no other, has to name the family's; absent or null it is the default."""
-    allowed = ["gelu_pytorch_tanh"] if family.activation == "gelu_tanh" else ["silu"]
+    allowed = [{"gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}.get(family.activation, "silu")]
     allowed += ["gelu"] if family.gelu_is_tanh else []
     if (activation := raw.get(family.activation_key)) is not None and activation not in allowed:
         raise UnsupportedModelError(family.activation_key, activation, ", ".join(allowed))
@@ -372,6 +395,8 @@ def _parse_scales(raw: Mapping[str, Any], family: Family, hidden_size: int, num_
         "residual_scale": _residual_scale(raw, family, num_layers),
         "logit_divisor": _logit_divisor(raw, family, hidden_size),
         "query_scalar": scalar,
+        "swiglu_alpha": number(raw, "swiglu_alpha", 1.702),
+        "swiglu_limit": number(raw, "swiglu_limit", 7.0),
         "attention_soft_cap": _soft_cap(raw, "attn_logit_softcapping", family, 0),
         "logit_soft_cap": _soft_cap(raw, "final_logit_softcapping", family, 1),
     }
@@ -407,24 +432,6 @@ def _logit_divisor(raw: Mapping[str, Any], family: Family, hidden_size: int) -> 
     if "dim_model_base" in raw and raw["dim_model_base"] is None:
         return None
     return hidden_size / number(raw, "dim_model_base", 256)
-
-
-def _parse_latent(raw: Mapping[str, Any], family: LatentFamily, rope: RopeConfig, default_value: int) -> LatentConfig:
-    """A null q_lora_rank is none; an absent one the family's."""
-    widths = LatentWidths(
-        count(raw, "kv_lora_rank", family.latent),
-        count(raw, "qk_rope_head_dim", family.rope),
-        count(raw, "qk_nope_head_dim", family.key),
-        count(raw, "v_head_dim", family.value or default_value),
-    )
-    if widths.rope % 2:
-        raise bad("qk_rope_head_dim", f"must be even, is {widths.rope}")
-    has_rank = "q_lora_rank" not in raw or raw["q_lora_rank"] is not None
-    are_sides = family.pairs == "sides"
-    if family.pairs == "switched":
-        are_sides = raw.get("rope_interleave") is None or flag(raw, "rope_interleave")
-    scale = (widths.key + widths.rope) ** -0.5 * rope.score_magnitude**2
-    return LatentConfig(widths, count(raw, "q_lora_rank", family.query_rank) if has_rank else None, are_sides, scale)
 
 
 def _multiplier(raw: Mapping[str, Any], family: Family, key: str) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, weigh_by_sigmoid
+from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, square_of_relu, weigh_by_sigmoid
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_integers import quantise_linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
@@ -46,7 +46,7 @@ class LayerWeights:
         qkv: [(N + 2 M) D, H]: queries, keys, values, and behind them the N D of an output gate, where the family has one; None:
             `latent` has what attention projects, or `mixer` what is there in the place of attention.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
-        o: [H, N D]; behind a mixer [H, as many as that gives].
+        o: [H, N D]; behind a mixer [H, as many as that gives]. None: the layer has an MLP alone, and mlp None: it has none.
         sink_logits: float32 [N], see paged_attention_decode.
         value_norm: ones [M, D], where values are normalised.
         own_input: what mixes in the layer's own input, at its end. scale: [1], factor of what the layer gives, behind that.
@@ -58,9 +58,9 @@ class LayerWeights:
     input_norm: torch.Tensor | None
     qkv: Weight | None
     qk_norm: torch.Tensor | None
-    o: Weight
+    o: Weight | None
     post_norm: torch.Tensor | None
-    mlp: MlpWeights | ExpertWeights
+    mlp: MlpWeights | ExpertWeights | None
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
     sink_logits: torch.Tensor | None = None
@@ -206,20 +206,24 @@ class Decoder:
         x, own = given.x, given.own
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
-            x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
+            if layer.o is not None:
+                x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             if layer.mixer is not None:
                 assert isinstance(metadata, StepAttention), "states are not stored in another format"
                 x = layer.mixer.run(x, eps, *metadata.get_states(index))
-            else:
+            elif layer.o is not None:
                 of_layer, kv_layer = metadata.of_layer(index)
                 x = self._attention(index, x, layer, given.turns[index], kv_layer, of_layer)
             if index + 1 == len(self._layers) and given.logit_rows is not None:  # K and V are written: the wanted rows go on
-                x, residual = x.index_select(0, given.logit_rows), residual.index_select(0, given.logit_rows)
-                own = None if own is None else own.index_select(0, given.logit_rows)
-            x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
-            x, residual = _add_and_norm(x, layer.post_norm, eps, residual)
-            x = self._branch(self._apply_mlp(x, residual, layer.mlp), layer.mlp_out_norm)
+                x, residual = x.index_select(0, given.logit_rows), _pick(residual, given.logit_rows)
+                own = _pick(own, given.logit_rows)
+            if layer.o is not None:
+                x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
+            if layer.mlp is not None:
+                x, residual = _add_and_norm(x, layer.post_norm, eps, residual)
+                x = self._branch(self._apply_mlp(x, residual, layer.mlp), layer.mlp_out_norm)
             if layer.scale is not None or layer.own_input is not None:
+                assert residual is not None, "of what was added last"
                 x, residual = self._end_layer(x + residual, layer, None if own is None else own[:, index]), None
         return x, residual
 
@@ -335,12 +339,18 @@ class Decoder:
         return weigh_by_sigmoid(out, qkv.flatten(1)[:, num_stored * config.head_dim :]) if config.has_output_gate else out
 
 
+def _pick(of_tokens: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    return None if of_tokens is None else of_tokens.index_select(0, rows)
+
+
 def _turn_nothing(rotation: Rotation) -> Rotation:
     """A rotation like it that leaves all as it is."""
     return torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])
 
 
 def _make_gate(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.activation == "relu2":
+        return square_of_relu
     if config.activation == "clamped_swiglu":
         return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     return gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
@@ -362,7 +372,8 @@ def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> 
     qkv = None if layer.qkv is None else packed(layer.qkv)
     latent = None if layer.latent is None else layer.latent.packed(packed)
     mixer = None if layer.mixer is None else layer.mixer.packed(packed)
-    mlp, o = layer.mlp.packed(packed), packed(layer.o)
+    mlp = None if layer.mlp is None else layer.mlp.packed(packed)
+    o = None if layer.o is None else packed(layer.o)
     return dataclasses.replace(layer, qkv=qkv, latent=latent, mixer=mixer, own_input=own_input, o=o, mlp=mlp)
 
 

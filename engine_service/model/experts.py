@@ -24,7 +24,7 @@ Weight = LinearWeight | IntegerWeight
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """A gated MLP. H hidden, I intermediate. gate_up: [2 I, H], gate first; down: [H, I]."""
+    """An MLP. H hidden, I intermediate. gate_up: [2 I, H], gate first, or without a gate [I, H]; down: [H, I]."""
 
     gate_up: Weight
     down: Weight
@@ -35,7 +35,7 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """The experts as grouped_linear takes them: gate_up [E, 2 I, H] and down [E, H, I], with biases [E, ...] or None."""
+    """The experts as grouped_linear takes them: MLPs [E, ...] each, with biases [E, ...] or None."""
 
     gate_up: LinearWeight
     down: LinearWeight
@@ -70,6 +70,7 @@ class ExpertWeights:
         stacked: kept on CUDA; None: each expert is packed by itself.
         scales: [E], factors of what each expert gives; None: there are none.
         beside: the MLP that they are beside; None: they are in its place.
+        enter, leave: [L, H] and [H, L], where experts take and give L numbers of a token, not H; None: they do not.
     """
 
     router: LinearWeight
@@ -81,14 +82,17 @@ class ExpertWeights:
     stacked: StackedExperts | None = None
     scales: torch.Tensor | None = None
     beside: BesideWeights | None = None
+    enter: Weight | None = None
+    leave: Weight | None = None
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "ExpertWeights":
+        enter, leave = (None if each is None else pack(each) for each in (self.enter, self.leave))
         shared = None if self.shared is None else self.shared.packed(pack)
         beside = None if self.beside is None else replace(self.beside, mlp=self.beside.mlp.packed(pack))
+        found = replace(self, shared=shared, beside=beside, enter=enter, leave=leave)
         if self.stacked is not None and self.stacked.gate_up.data.is_cuda:
-            return replace(self, shared=shared, beside=beside)
-        experts = tuple(expert.packed(pack) for expert in self.experts)
-        return replace(self, experts=experts, shared=shared, beside=beside, stacked=None)
+            return found
+        return replace(found, experts=tuple(expert.packed(pack) for expert in self.experts), stacked=None)
 
 
 def apply_mlp(
@@ -101,16 +105,18 @@ def apply_mlp(
     if isinstance(weights, MlpWeights):
         return linear(gate(linear(x, weights.gate_up)), weights.down)
     shares, chosen = route(x if routed is None else routed, weights)
-    given = None
+    given, taken = None, x if weights.enter is None else linear(x, weights.enter)
     if weights.routing.weighs_inputs:
-        given, shares = (x[:, None] * shares[..., None]).flatten(0, 1), torch.ones_like(shares)
+        given, shares = (taken[:, None] * shares[..., None]).flatten(0, 1), torch.ones_like(shares)
     if len(x) == 1 and weights.stacked is None:  # nothing to sort
-        rows = [x] * chosen.shape[1] if given is None else given.split(1)
+        rows = [taken] * chosen.shape[1] if given is None else given.split(1)
         of_experts = zip(rows, chosen[0].tolist(), strict=True)
         found = torch.cat([apply_mlp(row, weights.experts[expert], gate) for row, expert in of_experts])
         mixed = shares @ found
     else:
-        mixed = (_apply_sorted(x, weights, chosen, gate, given).unflatten(0, chosen.shape) * shares[..., None]).sum(1)
+        mixed = (_apply_sorted(taken, weights, chosen, gate, given).unflatten(0, chosen.shape) * shares[..., None]).sum(1)
+    if weights.leave is not None:
+        mixed = linear(mixed, weights.leave)
     if weights.shared is None:
         return mixed
     shared = apply_mlp(x, weights.shared, gate)

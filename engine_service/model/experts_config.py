@@ -1,12 +1,13 @@
 """ExpertsConfig: which layers have experts, and how tokens choose among them, as config.json says it for a family."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .checkpoint.errors import UnsupportedModelError
 from .checkpoint.json_file import bad, count, flag, number
 from .families.family import ExpertNames, Family, RoutingRule
+from .layer_kinds import LayerPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class ExpertsConfig:
         shared_size: width of the MLP that all tokens go through; 0: there is none.
         are_apart: the checkpoint has them one by one, though the family's have them together.
         are_beside: they are beside those MLPs.
+        latent_size: width of what tokens are projected to for their experts; 0: they take tokens as they are.
     """
 
     layers: frozenset[int]
@@ -54,11 +56,14 @@ class ExpertsConfig:
     routing: Routing
     are_apart: bool = False
     are_beside: bool = False
+    latent_size: int = 0
 
 
-def parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsConfig | None:
-    """None for a family without. Raises ModelConfigError, UnsupportedModelError."""
-    if family.experts is None:
+def parse_experts(
+    raw: Mapping[str, Any], family: Family, num_layers: int, parts: Sequence[LayerPart] = ()
+) -> ExpertsConfig | None:
+    """None for a model without. parts: see ModelConfig. Raises ModelConfigError, UnsupportedModelError."""
+    if family.experts is None or (parts and "experts" not in parts):
         return None
     names = family.experts
     if names.switch_key and not flag(raw, names.switch_key):
@@ -67,7 +72,8 @@ def parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> Ex
     num_experts, num_chosen = count(raw, key), count(raw, names.chosen_key)
     if num_chosen > num_experts:
         raise bad(names.chosen_key, f"{num_chosen} is more than {key} {num_experts}")
-    layers = _expert_layers(raw, family.experts.routing, num_layers)
+    layers = frozenset(layer for layer, part in enumerate(parts) if part == "experts")
+    layers = layers or _expert_layers(raw, family.experts.routing, num_layers)
     width, shared_size = count(raw, family.experts.intermediate_key), 0
     if family.experts.shared_key:
         shared_size = count(raw, family.experts.shared_key)
@@ -80,6 +86,7 @@ def parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> Ex
         shared_size=shared_size,
         routing=_parse_routing(raw, family.experts, num_experts, num_chosen),
         are_beside=names.is_beside,
+        latent_size=count(raw, names.latent_key) if raw.get(names.latent_key) is not None else 0,
     )
 
 

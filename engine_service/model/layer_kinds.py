@@ -1,14 +1,52 @@
-"""Which keys the layers see, and which of them rotate nothing, as config.json says it for a family, layer by layer."""
+"""What each layer is, which keys it sees and whether it rotates them, as config.json says it for a family."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, Literal
 
 from .checkpoint.errors import UnsupportedModelError
 from .checkpoint.json_file import bad, count, flag
 from .families.family import Family
 
+LayerPart = Literal["attention", "recurrent", "mlp", "experts"]
+MIXING: Final = ("attention", "recurrent")  # those in which tokens learn of others
+_PARTS: Final[Mapping[str, LayerPart]] = {
+    "*": "attention",
+    "-": "mlp",
+    "E": "experts",
+    "M": "recurrent",
+    "attention": "attention",
+    "full_attention": "attention",
+    "linear_attention": "recurrent",
+    "mamba": "recurrent",
+    "mlp": "mlp",
+    "moe": "experts",
+}
+_PART_LISTS: Final = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 
-def parse_unrotated(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+
+def parse_parts(raw: Mapping[str, Any], family: Family) -> tuple[LayerPart, ...]:
+    """What each layer has alone; () for a family whose layers have more. The first of three fields that is there says it."""
+    if not family.has_single_parts:
+        return ()
+    key = next((key for key in _PART_LISTS if raw.get(key) is not None), _PART_LISTS[-1])
+    said = raw.get(key)
+    if not isinstance(said, list | str) or not said or any(not isinstance(each, str) for each in said):
+        raise bad(key, "must name what each layer has")
+    if unknown := [each for each in said if each not in _PARTS]:
+        raise UnsupportedModelError("layer type", unknown[0], ", ".join(_PARTS))
+    parts = tuple(_PARTS[each] for each in said)
+    if not set(MIXING) <= set(parts):
+        raise UnsupportedModelError(key, said, "models with layers of attention and recurrent ones")
+    return parts
+
+
+def parse_unrotated(raw: Mapping[str, Any], family: Family, num_layers: int) -> frozenset[int]:
+    if not family.has_rope:
+        return frozenset(range(num_layers))
+    return _parse_still(raw, num_layers) if family.has_unrotated_layers else frozenset()
+
+
+def _parse_still(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     """no_rope_layers has a 0 for each of them; by default it is every no_rope_layer_interval-th layer."""
     every, said = count(raw, "no_rope_layer_interval", 4), raw.get("no_rope_layers")
     said = said or [int((layer + 1) % every != 0) for layer in range(num_layers)]

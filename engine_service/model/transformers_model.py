@@ -77,7 +77,7 @@ class ModelShape:
     rope_parameters: str
     chunks: tuple[int | None, ...] = ()  # a model with them is served up to their size
     is_latent: bool = False  # the library's own K and V are stored, whatever they are made of
-    kv_sources: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
 
     @property
     def num_kv_layers(self) -> int:

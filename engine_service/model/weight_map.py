@@ -1,6 +1,6 @@
 """Where every stored tensor of a Hugging Face checkpoint goes in the decoder's fused matrices, or which part of it a rank's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -9,13 +9,15 @@ from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from kvkeeper.kernels.types import LinearWeight
 
 from .checkpoint.destination import ALL, Destination, Empty, take_all
-from .config import LatentConfig, ModelConfig
+from .config import ModelConfig
 from .decoder import DecoderWeights, LayerWeights
 from .experts import BesideWeights, ExpertWeights, MlpWeights, StackedExperts, Weight, beside_destinations
 from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .latent import LatentWeights
+from .latent_config import LatentConfig
 from .layer_inputs import InputWeights, allocate_inputs, allocate_layer_input, input_destinations, layer_input_destinations
+from .projections import by_inputs, by_outputs, empty_projection, rows, scaled, whole_range
 from .recurrent.mixer import allocate_mixer
 from .rotary_table import rotated_order
 from .split import WHOLE, Split, config_of_rank
@@ -61,12 +63,12 @@ def _stored_name(name: str, family: str) -> str:
 def biases_added_up(weights: DecoderWeights) -> Iterator[torch.Tensor]:
     """The biases of what is added up over the ranks: one rank has to add them, and no other."""
     for layer in weights.layers:
-        members: tuple[MlpWeights, ...] = (layer.mlp,) if isinstance(layer.mlp, MlpWeights) else layer.mlp.experts
+        members: tuple[MlpWeights, ...] = (layer.mlp,) if isinstance(layer.mlp, MlpWeights) else ()
         if isinstance(layer.mlp, ExpertWeights):
             beside = None if layer.mlp.beside is None else layer.mlp.beside.mlp
-            members = (*members, *(each for each in (layer.mlp.shared, beside) if each is not None))
+            members = (*layer.mlp.experts, *(each for each in (layer.mlp.shared, beside) if each is not None))
         for weight in (layer.o, *(member.down for member in members)):
-            if weight.bias is not None:
+            if weight is not None and weight.bias is not None:
                 yield weight.bias
 
 
@@ -123,13 +125,9 @@ def _pair_latents(widths: LatentWidths, weights: DecoderWeights) -> None:
             each.copy_(each[order.to(each.device)])
 
 
-def _projection(empty: Empty, num_out: int, num_in: int, bias: bool) -> LinearWeight:
-    return LinearWeight(empty(num_out, num_in), empty(num_out) if bias else None)
-
-
 def _allocate_mlp(config: ModelConfig, width: int, empty: Empty) -> MlpWeights:
-    gate_up = _projection(empty, 2 * width, config.hidden_size, config.mlp_bias)
-    return MlpWeights(gate_up, _projection(empty, config.hidden_size, width, config.mlp_bias))
+    gate_up = empty_projection(empty, (2 if config.has_gates else 1) * width, config.hidden_size, config.mlp_bias)
+    return MlpWeights(gate_up, empty_projection(empty, config.hidden_size, width, config.mlp_bias))
 
 
 def _allocate_layer(config: ModelConfig, index: int, empty: Empty) -> LayerWeights:
@@ -137,21 +135,23 @@ def _allocate_layer(config: ModelConfig, index: int, empty: Empty) -> LayerWeigh
     num_stored = 0 if index >= config.num_kv_layers else 1 if index in config.keys_as_values else 2
     num_heads = config.num_heads * (2 if config.has_output_gate else 1) + num_stored * num_kv_heads
 
-    def projection(num_out: int, num_in: int, bias: bool) -> LinearWeight:
-        return _projection(empty, num_out, num_in, bias)
-
     latent, recurrent = config.latent, config.recurrent
     shape = recurrent.shape if recurrent is not None and index in recurrent.layers else None
     num_outputs = config.num_heads * (head_dim if latent is None else latent.widths.value)
     o = (num_outputs, config.o_bias) if shape is None else (shape.num_outputs, shape.has_bias)
-    has_experts = config.experts is not None and index in config.experts.layers
+    has_mlp, has_o, attends = config.has_mlp(index), index in config.mixing, index in config.attending
+    mlp: MlpWeights | ExpertWeights | None = None
+    if config.experts is not None and index in config.experts.layers:
+        mlp = _allocate_experts(config, index, empty)
+    elif has_mlp:
+        mlp = _allocate_mlp(config, config.mlp_width(index), empty)
     return LayerWeights(
-        input_norm=None if config.norms == "after" else empty(hidden),
-        qkv=projection(num_heads * head_dim, hidden, config.qkv_bias) if latent is None and shape is None else None,
-        qk_norm=None if shape is not None else _allocate_qk_norm(config, index, empty),
-        o=projection(hidden, *o),
-        post_norm=None if config.norms == "after" else empty(hidden),
-        mlp=_allocate_experts(config, index, empty) if has_experts else _allocate_mlp(config, config.mlp_width(index), empty),
+        input_norm=None if config.norms == "after" or not has_o else empty(hidden),
+        qkv=empty_projection(empty, num_heads * head_dim, hidden, config.qkv_bias) if latent is None and attends else None,
+        qk_norm=_allocate_qk_norm(config, index, empty) if attends else None,
+        o=empty_projection(empty, hidden, *o) if has_o else None,
+        post_norm=None if config.norms == "after" or not has_mlp else empty(hidden),
+        mlp=mlp,
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
         sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
@@ -189,7 +189,7 @@ def _allocate_experts(config: ModelConfig, index: int, empty: Empty) -> ExpertWe
     """Each expert is a view of all of them, which lie in one tensor."""
     experts, stored = config.experts, FAMILIES[config.family].experts
     assert experts is not None and stored is not None, "these layers come from that family"
-    num, hidden, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+    num, hidden, inner, latent = experts.num_experts, config.hidden_size, experts.intermediate_size, experts.latent_size
 
     def stack(num_out: int, num_in: int) -> LinearWeight:
         return LinearWeight(empty(num, num_out, num_in), empty(num, num_out) if stored.has_bias else None)
@@ -197,7 +197,7 @@ def _allocate_experts(config: ModelConfig, index: int, empty: Empty) -> ExpertWe
     def take_one(weight: LinearWeight, index: int) -> LinearWeight:
         return LinearWeight(weight.data[index], None if weight.bias is None else weight.bias[index])
 
-    stacked = StackedExperts(stack(2 * inner, hidden), stack(hidden, inner))
+    stacked = StackedExperts(stack((2 if config.has_gates else 1) * inner, latent or hidden), stack(latent or hidden, inner))
     beside: BesideWeights | None = None
     if experts.are_beside:
         beside = BesideWeights(_allocate_mlp(config, config.mlp_width(index), empty), *(empty(hidden) for _ in range(4)))
@@ -211,6 +211,8 @@ def _allocate_experts(config: ModelConfig, index: int, empty: Empty) -> ExpertWe
         stacked=stacked,
         scales=None if beside is None else empty(num),
         beside=beside,
+        enter=empty_projection(empty, latent, hidden, config.mlp_bias) if latent else None,
+        leave=empty_projection(empty, hidden, latent, config.mlp_bias) if latent else None,
     )
 
 
@@ -228,7 +230,7 @@ def _layer_destinations(
         if norm is not None:
             yield f"{name}.weight", take_all(norm)
     num_kv_heads, head_dim = config.kv_heads(index)
-    q_rows, kv_rows = _scaled(split.of(config.num_heads), head_dim), _scaled(split.of_kv_heads(num_kv_heads), head_dim)
+    q_rows, kv_rows = scaled(split.of(config.num_heads), head_dim), scaled(split.of_kv_heads(num_kv_heads), head_dim)
     q_size, kv_size = config.num_heads * head_dim, num_kv_heads * head_dim
     stored = [
         ("self_attn.q_proj", q_size, q_rows),
@@ -238,21 +240,20 @@ def _layer_destinations(
     stored = stored[:1] if index >= config.num_kv_layers else stored[:2] if index in config.keys_as_values else stored
     if config.latent is not None and layer.latent is not None:
         yield from _latent_destinations(config, config.latent, layer.latent)
-        yield from _by_inputs(layer.o, "self_attn.o_proj", *_whole_range(config.num_heads * config.latent.widths.value))
+        yield from by_inputs(layer.o, "self_attn.o_proj", *whole_range(config.num_heads * config.latent.widths.value))
     elif config.recurrent is not None and layer.mixer is not None:
         shape = config.recurrent.shape
         yield from layer.mixer.destinations()
-        yield from _by_inputs(layer.o, f"{shape.block}.out_proj", *_whole_range(shape.num_outputs))
-    else:
-        assert layer.qkv is not None, "a layer has either"
+        yield from by_inputs(layer.o, f"{shape.block}.out_proj", *whole_range(shape.num_outputs))
+    elif layer.qkv is not None:
         if config.has_output_gate:
             yield from _gated_queries(layer.qkv, config)
             stored = stored[1:]
         is_fused = FAMILIES[config.family].is_fused
-        yield from _by_outputs(_stored_alone(layer.qkv, config), stored, "self_attn.qkv_proj" if is_fused else "")
-        yield from _by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
+        yield from by_outputs(_stored_alone(layer.qkv, config), stored, "self_attn.qkv_proj" if is_fused else "")
+        yield from by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
     if layer.sink_logits is not None:
-        yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=_rows(split.of(config.num_heads)))
+        yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=rows(split.of(config.num_heads)))
     yield from _mlp_destinations(config, index, layer.mlp, split)
     if layer.own_input is not None:
         yield from layer_input_destinations(layer.own_input)
@@ -292,9 +293,9 @@ def _in_turn(dims: int, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _mlp_destinations(
-    config: ModelConfig, index: int, mlp: MlpWeights | ExpertWeights, split: Split
+    config: ModelConfig, index: int, mlp: MlpWeights | ExpertWeights | None, split: Split
 ) -> Iterator[tuple[str, Destination]]:
-    names, width = ("gate_proj", "up_proj", "down_proj"), config.mlp_width(index)
+    names, width = ("gate_proj" if config.has_gates else "", "up_proj", "down_proj"), config.mlp_width(index)
     members = {FAMILIES[config.family].mlp: mlp} if isinstance(mlp, MlpWeights) else {}
     if isinstance(mlp, ExpertWeights) and mlp.beside is not None:
         yield from _mlp_destinations(config, index, mlp.beside.mlp, split)
@@ -311,6 +312,9 @@ def _mlp_destinations(
         if mlp.shared is not None:
             shared = config.experts.shared_size
             yield from _mlp_parts(mlp.shared, f"{stored.block}.{stored.shared}", names, shared, split.of(shared), False)
+        for name, weight in (("fc1_latent_proj", mlp.enter), ("fc2_latent_proj", mlp.leave)):
+            if isinstance(weight, LinearWeight):
+                yield from by_outputs(weight, [(f"{stored.block}.{name}", *whole_range(len(weight.data)))], "")
         if mlp.shared_gate is not None:
             yield f"{stored.block}.{stored.shared_gate}.weight", take_all(mlp.shared_gate.data)
         if stored.form != "single" and not config.experts.are_apart:
@@ -326,11 +330,11 @@ def _mlp_destinations(
 def _mlp_parts(
     mlp: MlpWeights, place: str, names: tuple[str, str, str], width: int, own: range, is_fused: bool
 ) -> Iterator[tuple[str, Destination]]:
-    """own: of the width, those of the rank."""
-    gate, up, down = names
-    parts = (f"{place}.{gate}", width, own), (f"{place}.{up}", width, own)
-    yield from _by_outputs(mlp.gate_up, parts, f"{place}.gate_up_proj" if is_fused else "")
-    yield from _by_inputs(mlp.down, f"{place}.{down}", width, own)
+    """own: of the width, those of the rank. Without a name for a gate there is none."""
+    *outer, down = names
+    parts = [(f"{place}.{name}", width, own) for name in outer if name]
+    yield from by_outputs(mlp.gate_up, parts, f"{place}.gate_up_proj" if is_fused else "")
+    yield from by_inputs(mlp.down, f"{place}.{down}", width, own)
 
 
 def _latent_destinations(
@@ -349,8 +353,8 @@ def _latent_destinations(
             yield f"self_attn.kv_a_proj_with_mqa.{kind}", take_all(whole[num_query:])
     if weights.query_up is not None and weights.query_norm is not None:
         yield "self_attn.q_a_layernorm.weight", take_all(weights.query_norm)
-        parts = [("self_attn.q_b_proj", *_whole_range(config.num_heads * (widths.key + widths.rope)))]
-        yield from _by_outputs(weights.query_up, parts, "")
+        parts = [("self_attn.q_b_proj", *whole_range(config.num_heads * (widths.key + widths.rope)))]
+        yield from by_outputs(weights.query_up, parts, "")
     yield "self_attn.kv_a_layernorm.weight", take_all(weights.norm)
     yield "self_attn.kv_b_proj.weight", take_all(weights.up.flatten(0, 1))
 
@@ -402,49 +406,3 @@ def _halves(whole: torch.Tensor, shape: tuple[int, ...], width: int, own: range)
 
 def _in_pairs(stored: torch.Tensor) -> torch.Tensor:
     return stored.unflatten(-1, (-1, 2))
-
-
-def _rows(own: range) -> tuple[tuple[slice, ...], ...]:
-    return ((slice(own.start, own.stop),),)
-
-
-def _whole_range(size: int) -> tuple[int, range]:
-    """A size, and all of it."""
-    return size, range(size)
-
-
-def _scaled(heads: range, head_dim: int) -> range:
-    return range(heads.start * head_dim, heads.stop * head_dim)
-
-
-def _by_outputs(fused: Weight, parts: Sequence[tuple[str, int, range]], fused_name: str) -> Iterator[tuple[str, Destination]]:
-    """Weights, and biases where there are, of projections that lie in one matrix one after the other.
-
-    Args:
-        parts: of each its name, its outputs, and those of the rank.
-        fused_name: where they are stored as one, too; empty: they are not.
-    """
-    assert isinstance(fused, LinearWeight), "weights are quantised when all are read"
-    for kind, whole in (("weight", fused.data), ("bias", fused.bias)):
-        if whole is None:
-            continue
-        if fused_name:
-            num_rows, places = 0, []
-            for _, size, own in parts:
-                places.append((slice(num_rows + own.start, num_rows + own.stop),))
-                num_rows += size
-            yield f"{fused_name}.{kind}", Destination(whole, (num_rows, *whole.shape[1:]), places=tuple(places))
-            continue
-        for (name, size, own), part in zip(parts, whole.split([len(own) for _, _, own in parts]), strict=True):
-            yield f"{name}.{kind}", Destination(part, (size, *part.shape[1:]), places=_rows(own))
-
-
-def _by_inputs(weight: Weight, name: str, num_inputs: int, own: range) -> Iterator[tuple[str, Destination]]:
-    """A weight with its inputs of the rank, and its bias, where it has one, whole."""
-    assert isinstance(weight, LinearWeight), "weights are quantised when all are read"
-    yield (
-        f"{name}.weight",
-        Destination(weight.data, (len(weight.data), num_inputs), places=((*ALL, slice(own.start, own.stop)),)),
-    )
-    if weight.bias is not None:
-        yield f"{name}.bias", take_all(weight.bias)

@@ -1,4 +1,4 @@
-"""Gates of a fused gate-and-up projection: act(gate) * up, one call for both halves."""
+"""Gates of a fused gate-and-up projection: act(gate) * up, one call for both halves; and what an MLP without a gate has."""
 
 from typing import Final
 
@@ -7,6 +7,7 @@ import torch
 from ..checks import on_cuda, require
 from ..cpu import compiled
 from ..cpu.rows import gate as compiled_gate
+from ..cpu.rows import square_of_relu as compiled_square
 from ..cpu.rows import weigh_by_sigmoid as compiled_weigh
 
 _HALVES: Final = "must have an even last dimension, is {}"
@@ -42,6 +43,16 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * alpha).sigmoid_().mul_(gate).mul_(up + 1)
+
+
+def square_of_relu(x: torch.Tensor) -> torch.Tensor:
+    """The square of x where it is positive (arXiv 2109.08668), else 0.
+
+    Raises:
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
+    """
+    on_cuda("square_of_relu", x)
+    return compiled_square(x) if compiled.serves(x) and x.is_contiguous() else x.relu().square_()
 
 
 def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

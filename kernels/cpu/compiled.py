@@ -21,6 +21,7 @@ _OF_EACH_DTYPE: Final = {
     "rotary_store_kv": "row_kernels",
     "gated_norm": "row_kernels",
     "weigh_by_sigmoid": "row_kernels",
+    "square_of_relu": "row_kernels",
     "multiply": "product_kernels",
     "attend_decode": "attention_kernels",
     "attend_prefill": "attention_kernels",

@@ -1,4 +1,4 @@
-"""Gated delta nets, compiled, in float32 or bfloat16: a short convolution, the gated delta rule, and what comes behind it.
+"""Gated delta nets and Mamba 2, compiled, in float32 or bfloat16: a short convolution, and the rule of either.
 
 The file is loaded once for each kind of number, see compiled.load_kernels. Threads share the key heads of all rows: an item is
 the queries and keys of one head and the values of the value heads that it serves, with the convolution's inputs of those
@@ -91,11 +91,11 @@ def _put_inputs(address, parts, inputs):
 
 
 @helper
-def _convolve(window, taps, made, num_tokens, kernel, channels):
-    """made [T, channels] = silu of the sums of window [kernel - 1 + T, channels] by taps [kernel, channels]."""
+def _convolve(window, taps, biases, made, num_tokens, kernel, channels):
+    """made [T, channels] = silu of biases and the sums of window [kernel - 1 + T, channels] by taps [kernel, channels]."""
     for token in range(num_tokens):
         out = made[token * channels : (token + 1) * channels]
-        out[:] = np.float32(0)
+        out[:] = biases
         for tap in range(kernel):
             weights, inputs = taps[tap * channels : (tap + 1) * channels], window[(token + tap) * channels :]
             for i in range(channels):
@@ -116,33 +116,40 @@ def _norm(heads, to, size, factor):
 
 
 @helper
-def _find_decay(gate, bias, log):
-    """How much of a head's matrix a token keeps."""
+def _find_step(gate, bias):
+    """The softplus of both."""
     x = np.float64(gate) + np.float64(bias)
-    grown = x if x > 20.0 else np.log1p(np.exp(x))
-    return np.float32(np.exp(-np.exp(np.float64(log)) * grown))
+    return x if x > 20.0 else np.log1p(np.exp(x))
+
+
+@helper
+def _find_decay(step, log):
+    """How much of a head's matrix a token keeps."""
+    return np.float32(np.exp(-np.exp(np.float64(log)) * step))
 
 
 @named_kernel(__name__)
 def delta_rule(data):
     """Rows of tokens through their states. delta.py says what each argument is."""
-    args = carray(data, (25,), np.int64)
+    args, numbers = carray(data, (29,), np.int64), carray(data, (29,), np.float64)
     mixed_at, mixed_stride, gates_at, gates_stride, weight_at = args[2], args[3], args[4], args[5], args[6]
     bias_at, log_at, out_at = args[7], args[8], args[9]
     memory_at, memory_stride, conv_at, conv_stride = args[10], args[11], args[12], args[13]
     reads_at, starts_at, firsts_at, lens_at, writes_at = args[14], args[15], args[16], args[17], args[18]
     num_rows, num_keys, each, key_dim, value_dim, kernel = args[19], args[20], args[21], args[22], args[23], args[24]
+    conv_bias_at, skip_at, least, most = args[25], args[26], numbers[27], numbers[28]
+    is_scan = skip_at != 0
     values, num_heads, height, before = each * value_dim, num_keys * each, key_dim + key_dim % 2, kernel - 1
     channels, row_len = 2 * key_dim + values, 2 * num_keys * key_dim + num_heads * value_dim
     num_tiles = (value_dim + COLUMNS - 1) // COLUMNS
     tile_len = (height + 1) * COLUMNS  # with a row of room, so that tiles do not share the same places of the cache
     matrix_len, head_len = num_tiles * tile_len, key_dim * value_dim
     tiles = np.zeros(each * matrix_len, np.float32)
-    taps = np.empty(kernel * channels, np.float32)
+    taps, conv_biases = np.empty(kernel * channels, np.float32), np.zeros(channels, np.float32)
     window = np.empty((before + STATE_CHUNK) * channels, np.float32)
     made = np.empty(STATE_CHUNK * channels, np.float32)
     turned = np.zeros(2 * STATE_CHUNK * height, np.float32)  # each token's query and key
-    # Each token's query times its key; by head what it keeps, and corrects.
+    # Each token's query times its key; by head what it keeps, and what it corrects, or adds.
     scales = np.empty((2 * each + 1) * STATE_CHUNK, np.float32)
     vectors = np.zeros(3 * COLUMNS, np.float32)
     tiles_at, turned_at, deltas_at = tiles.ctypes.data, turned.ctypes.data, vectors.ctypes.data
@@ -161,6 +168,8 @@ def delta_rule(data):
         if taps_of != head:
             taps_of = head
             _take_taps(weight_at, parts, taps, kernel, channels)
+            if is_scan:
+                _take_inputs(conv_bias_at, parts, conv_biases)
         page = reads[row]
         for i in range(before):
             at = conv_at + (page * conv_stride + i * row_len) * NUM_BYTES
@@ -174,24 +183,35 @@ def delta_rule(data):
                 _take_inputs(
                     mixed_at + (first + token) * mixed_stride * NUM_BYTES, parts, window[(before + token) * channels :]
                 )
-            _convolve(window, taps, made, count, kernel, channels)
+            _convolve(window, taps, conv_biases, made, count, kernel, channels)
             for token in range(count):
                 q, k = turned[2 * token * height :], turned[(2 * token + 1) * height :]
-                _norm(made[token * channels :], q, key_dim, 1.0 / np.sqrt(np.float64(key_dim)))
-                _norm(made[token * channels + key_dim :], k, key_dim, 1.0)
+                if is_scan:
+                    for i in range(key_dim):
+                        q[i], k[i] = made[token * channels + i], made[token * channels + key_dim + i]
+                else:
+                    _norm(made[token * channels :], q, key_dim, 1.0 / np.sqrt(np.float64(key_dim)))
+                    _norm(made[token * channels + key_dim :], k, key_dim, 1.0)
                 overlap = np.float32(0)
                 for i in range(key_dim):
                     overlap += q[i] * k[i]
                 scales[token] = overlap
-                gates = row_at(gates_at + (first + token) * gates_stride * NUM_BYTES, 2 * num_heads)
+                gates = row_at(gates_at + (first + token) * gates_stride * NUM_BYTES, num_heads if is_scan else 2 * num_heads)
                 for number in range(each):
                     value_head = head * each + number
-                    keeps = _find_decay(number_of(gates[num_heads + value_head]), biases[value_head], logs[value_head])
-                    scales[(2 * number + 1) * STATE_CHUNK + token] = keeps
+                    gate = number_of(gates[value_head if is_scan else num_heads + value_head])
+                    step = _find_step(gate, biases[value_head])
+                    if is_scan:
+                        step = least if step < least else most if step > most else step
+                        scales[(2 * number + 2) * STATE_CHUNK + token] = np.float32(step)
+                    scales[(2 * number + 1) * STATE_CHUNK + token] = _find_decay(step, logs[value_head])
+                    if is_scan:
+                        continue
                     scales[(2 * number + 2) * STATE_CHUNK + token] = np.float32(1) / (
                         np.float32(1) + exp(-number_of(gates[value_head]))
                     )
             for number in range(each):
+                skip = floats_at(skip_at, num_heads)[head * each + number] if is_scan else np.float32(0)
                 decays, betas = scales[(2 * number + 1) * STATE_CHUNK :], scales[(2 * number + 2) * STATE_CHUNK :]
                 for tile in range(num_tiles):
                     tile_at, column = tiles_at + (number * matrix_len + tile * tile_len) * 4, tile * COLUMNS
@@ -202,9 +222,14 @@ def delta_rule(data):
                         v = made[token * channels + 2 * key_dim + number * value_dim + column :]
                         place = ((first + token) * num_heads + head * each + number) * value_dim + column
                         out = row_at(out_at + place * NUM_BYTES, width)
-                        for i in range(width):
-                            deltas[i] = (v[i] - decays[token] * held[i]) * betas[token]
-                            out[i] = element_of(decays[token] * read[i] + scales[token] * deltas[i])
+                        if is_scan:
+                            for i in range(width):
+                                deltas[i] = v[i] * betas[token]
+                                out[i] = element_of(decays[token] * read[i] + scales[token] * deltas[i] + skip * v[i])
+                        else:
+                            for i in range(width):
+                                deltas[i] = (v[i] - decays[token] * held[i]) * betas[token]
+                                out[i] = element_of(decays[token] * read[i] + scales[token] * deltas[i])
                         k_at = q_at + 4 * height
                         q_at += 8 * height if token + 1 < count else 0
                         pass_tile(tile_at, height, decays[token], k_at, deltas_at, q_at + 4 * height, q_at, held_at, made_at)

@@ -105,17 +105,31 @@ def rotary_store_kv(data):
 
 @named_kernel(__name__)
 def gated_norm(data):
-    """out [T, H, D] = x [T, H, D], each head's root mean square 1, times weight [D] and silu of gate, row t at stride."""
-    args, numbers = carray(data, (11,), np.int64), carray(data, (11,), np.float64)
+    """out [T, H, D] = x [T, H, D], each head's root mean square 1, times weight [D] and silu of gate, row t at stride.
+
+    is_behind: the weight is [H, D], and the root mean square is 1 of what is gated.
+    """
+    args, numbers = carray(data, (12,), np.int64), carray(data, (12,), np.float64)
     x_at, gate_at, weight_at, out_at = args[2], args[3], args[4], args[5]
-    num_rows, num_heads, size, stride, eps = args[6], args[7], args[8], args[9], numbers[10]
+    num_rows, num_heads, size, stride, is_behind, eps = args[6], args[7], args[8], args[9], args[10], numbers[11]
     weight = row_at(weight_at, size)
+    gated = np.empty(size * is_behind, np.float32)
     first, last = find_share(args, num_rows * num_heads)
     for item in range(first, last):
         row, head = item // num_heads, item % num_heads
         x, out = row_at(x_at + item * size * NUM_BYTES, size), row_at(out_at + item * size * NUM_BYTES, size)
         gates = row_at(gate_at + (row * stride + head * size) * NUM_BYTES, size)
         total = np.float32(0)
+        if is_behind != 0:
+            weight = row_at(weight_at + head * size * NUM_BYTES, size)
+            for i in range(size):
+                g = number_of(gates[i])
+                gated[i] = number_of(x[i]) * g / (np.float32(1) + exp(-g))
+                total += gated[i] * gated[i]
+            factor = np.float32(1.0 / np.sqrt(np.float64(total) / size + eps))
+            for i in range(size):
+                out[i] = element_of(gated[i] * factor * number_of(weight[i]))
+            continue
         for i in range(size):
             total += number_of(x[i]) * number_of(x[i])
         factor = np.float32(1.0 / np.sqrt(np.float64(total) / size + eps))
@@ -135,3 +149,14 @@ def weigh_by_sigmoid(data):
         gates = row_at(gate_at + row * stride * NUM_BYTES, size)
         for i in range(size):
             out[i] = element_of(number_of(x[i]) / (np.float32(1) + exp(-number_of(gates[i]))))
+
+
+@named_kernel(__name__)
+def square_of_relu(data):
+    """out [N] = the square of x [N] where it is positive, else 0; what is not a number stays so."""
+    args = carray(data, (5,), np.int64)
+    first, last = find_share(args, args[4])
+    x, out = row_at(args[2] + first * NUM_BYTES, last - first), row_at(args[3] + first * NUM_BYTES, last - first)
+    for i in range(last - first):
+        value = number_of(x[i])
+        out[i] = element_of(np.float32(0) if value < np.float32(0) else value * value)

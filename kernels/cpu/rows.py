@@ -9,6 +9,7 @@ from .launch import Launcher
 _norm = Launcher("rms_norm", "qqqqqqqqd")
 _gate = Launcher("gate", "qqqqqdd")
 _weigh = Launcher("weigh_by_sigmoid", "q" * 6)
+_square = Launcher("square_of_relu", "q" * 3)
 _rotary_store = Launcher("rotary_store_kv", "q" * 14)
 
 
@@ -43,6 +44,13 @@ def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """The compiled path of weigh_by_sigmoid (activations/gates.py), of x without gaps."""
     out = torch.empty(x.shape, dtype=x.dtype)
     _weigh(x.dtype, 8 * x.numel(), x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, gate.stride(0))
+    return out
+
+
+def square_of_relu(x: torch.Tensor) -> torch.Tensor:
+    """The compiled path of square_of_relu (activations/gates.py), of x without gaps."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _square(x.dtype, x.numel(), x.data_ptr(), out.data_ptr(), x.numel())
     return out
 
 

@@ -21,13 +21,25 @@ def silu(x):
 
 
 @triton.jit
-def find_decay(gate, bias, log):
-    """The logarithm of what a head's matrix keeps."""
+def find_step(gate, bias):
+    """The softplus of both."""
     x = gate.to(tl.float32) + bias
     grown = tl.exp(tl.minimum(x, 20.0))
     near_zero = grown - grown * grown * 0.5 + grown * grown * grown * 0.3333333
-    softplus = tl.where(x > 20.0, x, tl.where(grown < 0.01, near_zero, tl.log(1.0 + grown)))
-    return -tl.exp(log) * softplus
+    return tl.where(x > 20.0, x, tl.where(grown < 0.01, near_zero, tl.log(1.0 + grown)))
+
+
+@triton.jit
+def find_decay(gate, bias, log):
+    """The logarithm of what a head's matrix keeps."""
+    return -tl.exp(log) * find_step(gate, bias)
+
+
+@triton.jit
+def bound_step(step, least, most):
+    """In this form, so that what is not a number stays so."""
+    step = tl.where(step < least, least, step)
+    return tl.where(step > most, most, step)
 
 
 @triton.jit
@@ -37,6 +49,7 @@ def convolve_row_kernel(
     read_ptr,
     write_ptr,
     weight_ptr,
+    bias_ptr,
     conv_ptr,
     made_ptr,
     mixed_stride,
@@ -61,6 +74,8 @@ def convolve_row_kernel(
         if tap > 0:
             tl.store(pages + write * page_stride + (tap - 1) * CHANNELS, x, mask=live & (write > 0))
     tl.store(pages + write * page_stride + (KERNEL - 2) * CHANNELS, last, mask=live & (write > 0))
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channels, mask=live, other=0.0).to(tl.float32)
     tl.store(made_ptr + row * CHANNELS + channels, silu(total).to(made_ptr.dtype.element_ty), mask=live)
 
 
@@ -80,11 +95,14 @@ def delta_decode_kernel(
     write_ptr,
     bias_ptr,
     log_ptr,
+    skip_ptr,
     memory_ptr,
     out_ptr,
     gate_stride,
     page_stride,
     scale,
+    least,
+    most,
     NUM_KEYS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -92,7 +110,7 @@ def delta_decode_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
 ):
-    """V columns of one value head's matrix, of one row."""
+    """V columns of one value head's matrix, of one row. least, most, skip: of a scan; None: of a gated delta net."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, values = tl.arange(0, K), tl.program_id(2) * V + tl.arange(0, V)
     is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
@@ -100,18 +118,32 @@ def delta_decode_kernel(
     read, write = tl.load(read_ptr + row), tl.load(write_ptr + row)
     at = made_ptr + row * (2 * NUM_KEYS * KEY_DIM + NUM_HEADS * VALUE_DIM)
     key_head = head // (NUM_HEADS // NUM_KEYS)
-    q = load_unit(at + key_head * KEY_DIM + keys, is_key) * scale
-    k = load_unit(at + (NUM_KEYS + key_head) * KEY_DIM + keys, is_key)
+    q_ptrs, k_ptrs = at + key_head * KEY_DIM + keys, at + (NUM_KEYS + key_head) * KEY_DIM + keys
+    if skip_ptr is None:
+        q, k = load_unit(q_ptrs, is_key) * scale, load_unit(k_ptrs, is_key)
+    else:
+        q = tl.load(q_ptrs, mask=is_key, other=0.0).to(tl.float32)
+        k = tl.load(k_ptrs, mask=is_key, other=0.0).to(tl.float32)
     v = tl.load(at + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM + values, mask=is_value, other=0.0).to(tl.float32)
-    beta = tl.sigmoid(tl.load(gate_ptr + token * gate_stride + head).to(tl.float32))
-    gate = tl.load(gate_ptr + token * gate_stride + NUM_HEADS + head)
-    decay = tl.exp(find_decay(gate, tl.load(bias_ptr + head), tl.load(log_ptr + head)))
+    gate_ptrs = gate_ptr + token * gate_stride + head
+    if skip_ptr is None:
+        beta = tl.sigmoid(tl.load(gate_ptrs).to(tl.float32))
+        gate = tl.load(gate_ptrs + NUM_HEADS)
+        decay = tl.exp(find_decay(gate, tl.load(bias_ptr + head), tl.load(log_ptr + head)))
+    else:
+        beta = bound_step(find_step(tl.load(gate_ptrs), tl.load(bias_ptr + head)), least, most)
+        decay = tl.exp(-tl.exp(tl.load(log_ptr + head)) * beta)
     cells = memory_ptr + head * KEY_DIM * VALUE_DIM + keys[:, None] * VALUE_DIM + values[None, :]
     is_cell = is_key[:, None] & is_value[None, :]
     memory = tl.load(cells + read * page_stride, mask=is_cell & (read > 0), other=0.0) * decay
-    delta = (v - tl.sum(memory * k[:, None], 0)) * beta
+    if skip_ptr is None:
+        delta = (v - tl.sum(memory * k[:, None], 0)) * beta
+    else:
+        delta = v * beta
     memory += k[:, None] * delta[None, :]
     out = tl.sum(memory * q[:, None], 0)
+    if skip_ptr is not None:
+        out += v * tl.load(skip_ptr + head)
     tl.store(cells + write * page_stride, memory, mask=is_cell & (write > 0))
     out_ptrs = out_ptr + (token * NUM_HEADS + head) * VALUE_DIM + values
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_value)
@@ -119,7 +151,7 @@ def delta_decode_kernel(
 
 def delta_decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.Tensor) -> None:
     """The CUDA path of kernels.recurrent.delta_rule.delta_decode, with its arguments."""
-    num_rows, (channels, kernel) = len(rows.reads), inputs.conv.shape
+    num_rows, (channels, kernel), scan = len(rows.reads), inputs.conv.shape, inputs.scan
     _, num_heads, key_dim, value_dim = state.memory.shape
     made = torch.empty((num_rows, channels), dtype=out.dtype, device=out.device)
     convolve_row_kernel[(num_rows, cdiv(channels, _CHANNELS))](
@@ -128,6 +160,7 @@ def delta_decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: t
         rows.reads,
         rows.writes,
         inputs.conv,
+        None if scan is None else scan.conv_bias,
         state.conv,
         made,
         inputs.mixed.stride(0),
@@ -146,11 +179,14 @@ def delta_decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: t
         rows.writes,
         inputs.decay_bias,
         inputs.decay_log,
+        None if scan is None else scan.skip,
         state.memory,
         out,
         inputs.gates.stride(0),
         state.memory.stride(0),
         key_dim**-0.5,
+        None if scan is None else scan.least,
+        None if scan is None else scan.most,
         NUM_KEYS=(channels - num_heads * value_dim) // (2 * key_dim),
         NUM_HEADS=num_heads,
         KEY_DIM=key_dim,

@@ -1,4 +1,4 @@
-"""delta_prefill on CUDA: the chunked form of the gated delta rule (the WY form, arXiv 2412.06464).
+"""delta_prefill on CUDA: the chunked form of the gated delta rule (the WY form, arXiv 2412.06464), and of Mamba 2's.
 
 Three launches. The convolution of all chunks. What a chunk's tokens have to do with each other, of all chunks at once: the
 tokens' corrections are a triangular system, whose inverse is made row by row, because a product of powers of a matrix loses all
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..types import STATE_CHUNK, DeltaInputs, DeltaState, StateChunks
 from .attention_tiles import COMPUTE_TYPES
-from .delta_decode import find_decay, silu
+from .delta_decode import bound_step, find_decay, find_step, silu
 from .sizes import cdiv, power_of_2
 
 _CHANNELS = 32  # of a program of the convolution
@@ -29,6 +29,7 @@ def convolve_chunk_kernel(
     len_ptr,
     write_ptr,
     weight_ptr,
+    bias_ptr,
     conv_ptr,
     made_ptr,
     mixed_stride,
@@ -59,6 +60,8 @@ def convolve_chunk_kernel(
         x += tl.load(old_ptrs, mask=live & (places < 0)[:, None], other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + channels * KERNEL + tap, mask=is_channel, other=0.0).to(tl.float32)
         total += x * weight[None, :]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
     made_ptrs = made_ptr + (first + tokens)[:, None] * CHANNELS + channels[None, :]
     tl.store(made_ptrs, silu(total).to(made_ptr.dtype.element_ty), mask=live)
     if write > 0:
@@ -72,10 +75,12 @@ def convolve_chunk_kernel(
 
 
 @triton.jit
-def load_units(ptrs, live):
-    """Heads of tokens at length 1."""
+def load_keys(ptrs, live, IS_UNIT: tl.constexpr):
+    """Heads of tokens, at length 1 or as they are."""
     x = tl.load(ptrs, mask=live, other=0.0).to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+    if IS_UNIT:
+        x = x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+    return x
 
 
 @triton.jit
@@ -100,6 +105,8 @@ def chunk_kernel(
     share_ptr,
     gate_stride,
     scale,
+    least,
+    most,
     NUM_KEYS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -113,7 +120,8 @@ def chunk_kernel(
 
     total: float32 [T, NUM_HEADS], the logarithm of what is left of the chunk's first matrix. read [T, NUM_HEADS, KEY_DIM], by
     which each token reads that, and corrected [T, NUM_HEADS, VALUE_DIM], what it adds to what it so reads. share [T, NUM_HEADS,
-    TOKENS]: how much of what each token of the chunk adds is in a token's output.
+    TOKENS]: how much of what each token of the chunk adds is in a token's output. Of a scan, whose steps have bounds, there is
+    no read, and corrected is all that a token adds.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, keys, values = tl.arange(0, TOKENS), tl.arange(0, K), tl.arange(0, V)
@@ -122,29 +130,41 @@ def chunk_kernel(
     is_key, is_value = live[:, None] & (keys < KEY_DIM)[None, :], live[:, None] & (values < VALUE_DIM)[None, :]
     rows = made_ptr + own * (2 * NUM_KEYS * KEY_DIM + NUM_HEADS * VALUE_DIM)
     key_head = head // (NUM_HEADS // NUM_KEYS)
-    k = load_units((rows + (NUM_KEYS + key_head) * KEY_DIM)[:, None] + keys[None, :], is_key)
+    k_ptrs, q_ptrs = rows + (NUM_KEYS + key_head) * KEY_DIM, rows + key_head * KEY_DIM
+    k = load_keys(k_ptrs[:, None] + keys[None, :], is_key, read_ptr is not None)
     v = tl.load((rows + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM)[:, None] + values[None, :], mask=is_value, other=0.0)
     gates = gate_ptr + own * gate_stride + head
-    beta = tl.where(live, tl.sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
-    decay = find_decay(tl.load(gates + NUM_HEADS, mask=live, other=0.0), tl.load(bias_ptr + head), tl.load(log_ptr + head))
+    if read_ptr is not None:
+        beta = tl.where(live, tl.sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
+        decay = find_decay(tl.load(gates + NUM_HEADS, mask=live, other=0.0), tl.load(bias_ptr + head), tl.load(log_ptr + head))
+    else:
+        step = find_step(tl.load(gates, mask=live, other=0.0), tl.load(bias_ptr + head))
+        beta = tl.where(live, bound_step(step, least, most), 0.0)
+        decay = -tl.exp(tl.load(log_ptr + head)) * beta
     total = tl.cumsum(tl.where(live, decay, 0.0), 0)
-    alike = tl.dot(k.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
+    if read_ptr is not None:
+        alike = tl.dot(k.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
     between = find_between(total, TOKENS)
-    system = tl.where(tokens[:, None] > tokens[None, :], alike * between * beta[:, None], 0.0)
-    q = load_units((rows + key_head * KEY_DIM)[:, None] + keys[None, :], is_key) * scale
+    if read_ptr is not None:
+        system = tl.where(tokens[:, None] > tokens[None, :], alike * between * beta[:, None], 0.0)
+    q = load_keys(q_ptrs[:, None] + keys[None, :], is_key, read_ptr is not None) * scale
     shares = tl.dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee") * between
     places = own * NUM_HEADS + head
     tl.store((share_ptr + places * TOKENS)[:, None] + tokens[None, :], shares.to(COMPUTE), mask=live[:, None])
-    inverse = tl.where(tokens[:, None] == tokens[None, :], 1.0, 0.0)
-    for row in range(1, TOKENS):
-        is_row = (tokens == row)[:, None]
-        factors = tl.sum(tl.where(is_row, system, 0.0), 0)
-        inverse = tl.where(is_row, inverse - tl.sum(factors[:, None] * inverse, 0)[None, :], inverse)
-    inverse = (inverse * beta[None, :]).to(COMPUTE)
-    corrected = tl.dot(inverse, v.to(COMPUTE), input_precision="ieee")
-    read = tl.dot(inverse, (k * tl.exp(total)[:, None]).to(COMPUTE), input_precision="ieee")
+    if read_ptr is not None:
+        inverse = tl.where(tokens[:, None] == tokens[None, :], 1.0, 0.0)
+        for row in range(1, TOKENS):
+            is_row = (tokens == row)[:, None]
+            factors = tl.sum(tl.where(is_row, system, 0.0), 0)
+            inverse = tl.where(is_row, inverse - tl.sum(factors[:, None] * inverse, 0)[None, :], inverse)
+        inverse = (inverse * beta[None, :]).to(COMPUTE)
+        corrected = tl.dot(inverse, v.to(COMPUTE), input_precision="ieee")
+        read = tl.dot(inverse, (k * tl.exp(total)[:, None]).to(COMPUTE), input_precision="ieee")
+    else:
+        corrected = v.to(tl.float32) * beta[:, None]
     tl.store(total_ptr + places, total, mask=live)
-    tl.store((read_ptr + places * KEY_DIM)[:, None] + keys[None, :], read.to(COMPUTE), mask=is_key)
+    if read_ptr is not None:
+        tl.store((read_ptr + places * KEY_DIM)[:, None] + keys[None, :], read.to(COMPUTE), mask=is_key)
     tl.store((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], corrected.to(COMPUTE), mask=is_value)
 
 
@@ -155,6 +175,7 @@ def chain_kernel(
     by_ptr,
     corrected_ptr,
     share_ptr,
+    skip_ptr,
     page_ptr,
     start_ptr,
     first_ptr,
@@ -173,7 +194,9 @@ def chain_kernel(
     V: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """All chunks of one row, on V columns of one value head's matrix. by: what chunk_kernel calls read."""
+    """All chunks of one row, on V columns of one value head's matrix. by: what chunk_kernel calls read, where there is no
+    skip, which a scan has.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     tokens, keys, values = tl.arange(0, TOKENS), tl.arange(0, K), tl.program_id(2) * V + tl.arange(0, V)
     page = tl.load(page_ptr + row)
@@ -186,18 +209,25 @@ def chain_kernel(
         live, own = tokens < count, first + tokens
         is_key, is_value = live[:, None] & (keys < KEY_DIM)[None, :], live[:, None] & (values < VALUE_DIM)[None, :]
         rows = made_ptr + own * (2 * NUM_KEYS * KEY_DIM + NUM_HEADS * VALUE_DIM) + key_head * KEY_DIM
-        q = load_units(rows[:, None] + keys[None, :], is_key) * scale
-        k = load_units((rows + NUM_KEYS * KEY_DIM)[:, None] + keys[None, :], is_key)
+        q = load_keys(rows[:, None] + keys[None, :], is_key, skip_ptr is None) * scale
+        k = load_keys((rows + NUM_KEYS * KEY_DIM)[:, None] + keys[None, :], is_key, skip_ptr is None)
         places = own * NUM_HEADS + head
         last = tl.load(total_ptr + (first + count - 1) * NUM_HEADS + head)
         total = tl.load(total_ptr + places, mask=live, other=0.0)
-        by = tl.load((by_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
+        if skip_ptr is None:
+            by = tl.load((by_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
         corrected = tl.load((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], mask=is_value, other=0.0)
         held = memory.to(COMPUTE)
-        new = (corrected.to(tl.float32) - tl.dot(by, held, input_precision="ieee")).to(COMPUTE)
+        new = corrected
+        if skip_ptr is None:
+            new = (corrected.to(tl.float32) - tl.dot(by, held, input_precision="ieee")).to(COMPUTE)
         shares = tl.load((share_ptr + places * TOKENS)[:, None] + tokens[None, :], mask=live[:, None], other=0.0)
         out = tl.dot((q * tl.exp(total)[:, None]).to(COMPUTE), held, input_precision="ieee")
         out = tl.dot(shares, new, out, input_precision="ieee")
+        if skip_ptr is not None:
+            v_ptrs = rows + (2 * NUM_KEYS - key_head) * KEY_DIM + head * VALUE_DIM
+            v = tl.load(v_ptrs[:, None] + values[None, :], mask=is_value, other=0.0)
+            out += v.to(tl.float32) * tl.load(skip_ptr + head)
         left = tl.exp(last - total)
         memory = tl.dot(tl.trans((k * left[:, None]).to(COMPUTE)), new, memory * tl.exp(last), input_precision="ieee")
         out_ptrs = (out_ptr + places * VALUE_DIM)[:, None] + values[None, :]
@@ -209,6 +239,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
     """The CUDA path of kernels.recurrent.delta_rule.delta_prefill, with its arguments."""
     num_tokens, num_heads, value_dim = out.shape
     num_chunks, (channels, kernel), key_dim = len(chunks.rows), inputs.conv.shape, state.memory.shape[2]
+    scan = inputs.scan
     is_there = (chunks.reads > 0)[:, None, None]
     window = torch.where(is_there, state.conv.index_select(0, chunks.reads), 0.0)
     made = torch.empty((num_tokens, channels), dtype=out.dtype, device=out.device)
@@ -221,6 +252,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         chunks.lens,
         chunks.writes,
         inputs.conv,
+        None if scan is None else scan.conv_bias,
         state.conv,
         made,
         inputs.mixed.stride(0),
@@ -234,8 +266,9 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
     total = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=out.device)
     read, corrected, shares = (
         torch.empty((num_tokens, num_heads, size), dtype=out.dtype, device=out.device)
-        for size in (key_dim, value_dim, STATE_CHUNK)
+        for size in (key_dim if scan is None else 0, value_dim, STATE_CHUNK)
     )
+    by, scale = (read, key_dim**-0.5) if scan is None else (None, 1.0)
     sizes = {
         "NUM_KEYS": (channels - num_heads * value_dim) // (2 * key_dim),
         "NUM_HEADS": num_heads,
@@ -254,11 +287,13 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         inputs.decay_bias,
         inputs.decay_log,
         total,
-        read,
+        by,
         corrected,
         shares,
         inputs.gates.stride(0),
-        key_dim**-0.5,
+        scale,
+        None if scan is None else scan.least,
+        None if scan is None else scan.most,
         V=whole,
         num_warps=8,
         **sizes,
@@ -267,9 +302,10 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
     chain_kernel[(len(chunks.reads), num_heads, cdiv(value_dim, tile))](
         made,
         total,
-        read,
+        by,
         corrected,
         shares,
+        None if scan is None else scan.skip,
         chunks.reads,
         chunks.starts,
         chunks.firsts,
@@ -278,7 +314,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         state.memory,
         out,
         state.memory.stride(0),
-        key_dim**-0.5,
+        scale,
         V=tile,
         num_warps=8,
         num_stages=2,

@@ -22,17 +22,26 @@ def gated_norm_kernel(
     LEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    IS_BEHIND: tl.constexpr,
 ):
-    """ROWS heads of LEN elements; head h is of token h // TOKEN_HEADS. num_heads: of all tokens."""
+    """ROWS heads of LEN elements; head h is of token h // TOKEN_HEADS. num_heads: of all tokens.
+
+    IS_BEHIND: weights [TOKEN_HEADS, LEN], of the norm of what is gated.
+    """
     heads, cols = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     live = (heads < num_heads)[:, None] & (cols < LEN)[None, :]
     at = heads[:, None] * LEN + cols[None, :]
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     gate_at = (heads // TOKEN_HEADS * gate_stride + heads % TOKEN_HEADS * LEN)[:, None] + cols[None, :]
     gate = tl.load(gate_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + cols, mask=cols < LEN, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 1) / LEN + eps)
-    gated = x * scale[:, None] * weight[None, :] * (gate / (1.0 + tl.exp(-gate)))
+    if IS_BEHIND:
+        x = x * (gate / (1.0 + tl.exp(-gate)))
+        weight = tl.load(weight_ptr + (heads % TOKEN_HEADS * LEN)[:, None] + cols[None, :], mask=live, other=0.0).to(tl.float32)
+        gated = x * tl.rsqrt(tl.sum(x * x, 1) / LEN + eps)[:, None] * weight
+    else:
+        weight = tl.load(weight_ptr + cols, mask=cols < LEN, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / LEN + eps)
+        gated = x * scale[:, None] * weight[None, :] * (gate / (1.0 + tl.exp(-gate)))
     tl.store(out_ptr + at, gated.to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -55,6 +64,7 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
             LEN=length,
             ROWS=rows_at_once,
             COLS=cols,
+            IS_BEHIND=weight.dim() == 2,
             num_warps=4,
         )
     return out

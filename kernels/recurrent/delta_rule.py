@@ -1,9 +1,11 @@
 """delta_decode and delta_prefill: a short causal convolution, and the gated delta rule on states in pages (arXiv 2412.06464).
 
 Queries, keys and values are convolved, each channel over its last inputs, and go through silu; queries and keys are put to
-length 1. Then the rule: a token decays the matrix of each head, and corrects what it holds under its key. States are read from
-pages and written to pages, so a row may be cut anywhere: at block edges they are checkpoints. The order of the operations is
-that of transformers' Qwen3-Next. Torch and Triton compute several tokens in chunks (the WY form), and one by the recurrence.
+length 1. Then the rule: a token decays the matrix of each head, and corrects what it holds under its key. Mamba 2 (arXiv
+2405.21060) has the same without corrections: its keys are what it calls B, its queries C and its values x, at the length that
+they have, and what a token adds is weighed by its step. States are read from pages and written to pages, so a row may be cut
+anywhere: at block edges they are checkpoints. The order of the operations is that of transformers' Qwen3-Next and Nemotron-H.
+Torch and Triton compute several tokens in chunks (the WY form), and one by the recurrence.
 """
 
 from itertools import pairwise
@@ -14,7 +16,7 @@ from torch.nn import functional
 from ..checks import on_cuda, require
 from ..cpu import compiled
 from ..cpu.delta import delta_rule as compiled_rule
-from ..types import DeltaInputs, DeltaState, StateChunks, StateRows
+from ..types import DeltaInputs, DeltaState, ScanRule, StateChunks, StateRows
 from .pages import read_pages, require_pages, write_pages
 
 
@@ -60,7 +62,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
 
 
 def _check(op: str, inputs: DeltaInputs, state: DeltaState, rows: StateRows | StateChunks, out: torch.Tensor) -> None:
-    mixed, gates, conv, bias, log = inputs
+    mixed, gates, conv, bias, log, scan = inputs
     memory, window = state
     fits = memory.dim() == 4 and memory.dtype is torch.float32 and memory[0].is_contiguous()
     require(fits, op, "memory", "must be float32 [P, Hv, Dk, Dv], is {} {}", memory.dtype, memory.shape)
@@ -74,9 +76,16 @@ def _check(op: str, inputs: DeltaInputs, state: DeltaState, rows: StateRows | St
     num_tokens = len(mixed)
     fits = mixed.shape == (num_tokens, channels) and mixed.stride(1) == 1
     require(fits, op, "mixed", "must be rows of {}, is {}", channels, mixed.shape)
-    fits = gates.shape == (num_tokens, 2 * num_heads) and gates.stride(1) == 1 and gates.dtype is mixed.dtype
-    require(fits, op, "gates", "must be {} [{}, {}], is {}", mixed.dtype, num_tokens, 2 * num_heads, gates.shape)
-    for name, column in (("decay_bias", bias), ("decay_log", log)):
+    num_gates = num_heads if scan is not None else 2 * num_heads
+    fits = gates.shape == (num_tokens, num_gates) and gates.stride(1) == 1 and gates.dtype is mixed.dtype
+    require(fits, op, "gates", "must be {} [{}, {}], is {}", mixed.dtype, num_tokens, num_gates, gates.shape)
+    columns = {"decay_bias": bias, "decay_log": log}
+    if scan is not None:
+        own = scan.conv_bias
+        fits = own.shape == (channels,) and own.dtype is mixed.dtype and own.is_contiguous()
+        require(fits, op, "conv_bias", "must be {} [{}], is {} {}", mixed.dtype, channels, own.dtype, own.shape)
+        columns["skip"] = scan.skip
+    for name, column in columns.items():
         fits = column.shape == (num_heads,) and column.dtype is torch.float32 and column.is_contiguous()
         require(fits, op, name, "must be float32 [{}], is {} {}", num_heads, column.dtype, column.shape)
     fits = out.shape == (num_tokens, num_heads, value_dim) and out.is_contiguous() and out.dtype is mixed.dtype
@@ -88,13 +97,16 @@ def _decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.
     tokens = slice(None) if rows.tokens is None else rows.tokens
     memory, window = _read(state, rows.reads)
     window = torch.cat((window, inputs.mixed[tokens][:, None]), 1)
-    made = torch.einsum("skc,ck->sc", window.float(), inputs.conv.float()).to(out.dtype)
-    q, k, v = _heads(functional.silu(made), memory)
+    made = torch.einsum("skc,ck->sc", window.float(), inputs.conv.float())
+    if (scan := inputs.scan) is not None:
+        made = made + scan.conv_bias.float()
+    q, k, v = _heads(functional.silu(made.to(out.dtype)), memory, scan)
     decay, beta = _gates(inputs, tokens)
     memory = memory * decay.exp()[..., None, None]
-    held = (k[..., None, :] @ memory)[..., 0, :]
-    memory = memory + k[..., None] * ((v - held) * beta[..., None])[..., None, :]
-    out[tokens] = (q[..., None, :] @ memory)[..., 0, :].to(out.dtype)
+    delta = v if scan is not None else v - (k[..., None, :] @ memory)[..., 0, :]
+    memory = memory + k[..., None] * (delta * beta[..., None])[..., None, :]
+    read = (q[..., None, :] @ memory)[..., 0, :]
+    out[tokens] = (read if scan is None else read + v * scan.skip[:, None]).to(out.dtype)
     _write(state, rows.writes, DeltaState(memory, window[:, 1:]))
 
 
@@ -105,11 +117,12 @@ def _prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, out: t
         for chunk in range(first_chunk, end_chunk):
             tokens = slice(firsts[chunk], firsts[chunk] + lens[chunk])
             window = torch.cat((window, inputs.mixed[tokens]))
-            made = functional.conv1d(window.T[None], inputs.conv[:, None], groups=len(inputs.conv))[0].T
+            bias = None if inputs.scan is None else inputs.scan.conv_bias
+            made = functional.conv1d(window.T[None], inputs.conv[:, None], bias, groups=len(inputs.conv))[0].T
             window = window[lens[chunk] :]
-            of_tokens = *_heads(functional.silu(made), memory), *_gates(inputs, tokens)
+            of_tokens = *_heads(functional.silu(made), memory, inputs.scan), *_gates(inputs, tokens)
             q, k, v, decay, beta = (each.transpose(0, 1) for each in of_tokens)
-            made, memory = _compute_chunk(q, k, v, decay, beta, memory)
+            made, memory = _compute_chunk(q, k, v, decay, beta, memory, inputs.scan)
             out[tokens] = made.transpose(0, 1).to(out.dtype)
             _write(state, chunks.writes[chunk : chunk + 1], DeltaState(memory[None], window[None]))
 
@@ -125,13 +138,18 @@ def _write(state: DeltaState, pages: torch.Tensor, made: DeltaState) -> None:
         write_pages(to, pages, given)
 
 
-def _heads(made: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys at length 1 for each head of values, and values, float32 [..., Hv, D], of convolved [..., C]."""
+def _heads(made: torch.Tensor, memory: torch.Tensor, scan: ScanRule | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys for each head of values, at length 1 but for a scan, and values, float32 [..., Hv, D], of convolved
+    [..., C].
+    """
     num_heads, key_dim, value_dim = memory.shape[-3:]
     keys = (made.shape[-1] - num_heads * value_dim) // 2
     q, k, v = made.float().split((keys, keys, num_heads * value_dim), -1)
-    q, k = (_normed(each.unflatten(-1, (-1, key_dim))).repeat_interleave(num_heads * key_dim // keys, -2) for each in (q, k))
-    return q * key_dim**-0.5, k, v.unflatten(-1, (-1, value_dim))
+    q, k, v = q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (-1, value_dim))
+    if scan is None:
+        q, k = _normed(q) * key_dim**-0.5, _normed(k)
+    each = num_heads * key_dim // keys
+    return q.repeat_interleave(each, -2), k.repeat_interleave(each, -2), v
 
 
 def _normed(heads: torch.Tensor) -> torch.Tensor:
@@ -139,25 +157,38 @@ def _normed(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _gates(inputs: DeltaInputs, tokens: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decay, in log space, and how much each token corrects: float32 [T, Hv] each."""
+    """Decay, in log space, and how much each token corrects, or adds: float32 [T, Hv] each."""
+    if (scan := inputs.scan) is not None:
+        steps = functional.softplus(inputs.gates[tokens].float() + inputs.decay_bias).clamp(scan.least, scan.most)
+        return -inputs.decay_log.exp() * steps, steps
     correction, forgetting = inputs.gates[tokens].chunk(2, 1)
     decay = -inputs.decay_log.exp() * functional.softplus(forgetting.float() + inputs.decay_bias)
     return decay, correction.sigmoid().float()
 
 
 def _compute_chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, memory: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    memory: torch.Tensor,
+    scan: ScanRule | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [Hv, T, Dv] and the memory behind a chunk of all heads: [Hv, T, D] each, decay and beta [Hv, T]."""
-    k_beta, v_beta = k * beta[..., None], v * beta[..., None]
+    new = v * beta[..., None]
     total = decay.cumsum(1)
     later = torch.ones((q.shape[1],) * 2, dtype=torch.bool, device=q.device).triu(1)
     between = (total[:, :, None] - total[:, None]).masked_fill(later, -torch.inf).exp()
-    system = (k_beta @ k.transpose(1, 2)) * between
     grown = total.exp()[..., None]
-    corrected = torch.linalg.solve_triangular(system, v_beta, upper=False, unitriangular=True)
-    read = torch.linalg.solve_triangular(system, k_beta * grown, upper=False, unitriangular=True)
-    new = corrected - read @ memory
+    if scan is None:
+        k_beta = k * beta[..., None]
+        system = (k_beta @ k.transpose(1, 2)) * between
+        corrected = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
+        read = torch.linalg.solve_triangular(system, k_beta * grown, upper=False, unitriangular=True)
+        new = corrected - read @ memory
     made = (q * grown) @ memory + ((q @ k.transpose(1, 2)) * between) @ new
+    if scan is not None:
+        made = made + v * scan.skip[:, None, None]
     left = (total[:, -1:] - total).exp()[..., None]
     return made, memory * grown[:, -1:] + (k * left).transpose(1, 2) @ new

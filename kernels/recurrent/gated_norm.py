@@ -1,4 +1,4 @@
-"""gated_norm: the norm of each head's outputs, gated, in one pass: what comes behind a gated delta net."""
+"""gated_norm: the norm of each head's outputs, gated, in one pass: what comes behind a gated delta net, or behind Mamba 2."""
 
 import torch
 from torch.nn import functional
@@ -16,7 +16,7 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
     Args:
         x: [T, H, D], contiguous.
         gate: [T, H * D], x's dtype, row t at a stride.
-        weight: [D].
+        weight: [D]; or [H, D], with which what is gated is put to that root mean square, and not what is given.
         eps: added to the mean square.
 
     Returns:
@@ -30,13 +30,16 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
     require(x.dim() == 3 and x.is_contiguous(), _OP, "x", "must be contiguous [T, H, D], is {}", x.shape)
     fits = gate.shape == (x.shape[0], x.shape[1] * x.shape[2]) and gate.dtype is x.dtype and gate.stride(1) == 1
     require(fits, _OP, "gate", "{} {} does not fit {} {}", gate.dtype, gate.shape, x.dtype, x.shape)
-    fits = weight.shape == x.shape[2:] and weight.dtype is x.dtype and weight.is_contiguous()
-    require(fits, _OP, "weight", "must be {} [{}], is {} {}", x.dtype, x.shape[2], weight.dtype, weight.shape)
+    is_behind = weight.dim() == 2
+    fits = weight.shape == x.shape[1 if is_behind else 2 :] and weight.dtype is x.dtype and weight.is_contiguous()
+    require(fits, _OP, "weight", "must be {} {}, is {} {}", x.dtype, x.shape[2:], weight.dtype, weight.shape)
     if cuda:
         from ..gpu.gated_norm import gated_norm as on_device
 
         return on_device(x, gate, weight, eps)
     if compiled.serves(x):
         return compiled_gated_norm(x, gate, weight, eps)
-    normed = torch.rms_norm(x, (x.shape[2],), weight, eps)
-    return (normed.float() * functional.silu(gate.unflatten(1, x.shape[1:]).float())).to(x.dtype).flatten(1)
+    weighed = functional.silu(gate.unflatten(1, x.shape[1:]).float())
+    if is_behind:
+        return (torch.rms_norm(x.float() * weighed, (x.shape[2],), None, eps).to(x.dtype) * weight).flatten(1)
+    return (torch.rms_norm(x, (x.shape[2],), weight, eps).float() * weighed).to(x.dtype).flatten(1)

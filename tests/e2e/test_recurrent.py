@@ -37,7 +37,12 @@ SAMPLED = Sampling(temperature=1.0, seed=7)
 
 
 # Alone, or with towers beside them as they are released; and the groups that their layers come in.
-KINDS = {"lfm2_moe": ("", 2), "qwen3_5_27b": ("qwen3_5", 3), "qwen3_5_35b_a3b": ("qwen3_5_moe", 4)}
+KINDS = {
+    "lfm2_moe": ("", 2),
+    "nemotron_3_nano": ("", 4),
+    "qwen3_5_27b": ("qwen3_5", 3),
+    "qwen3_5_35b_a3b": ("qwen3_5_moe", 4),
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -106,6 +111,7 @@ async def test_the_tokens_are_those_of_transformers(
     assert len({tuple(tokens) for output in undisturbed[12:15] for tokens in output.token_ids}) == 9
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("num_blocks", "options"),
     [

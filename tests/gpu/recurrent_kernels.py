@@ -1,4 +1,4 @@
-"""Cases of part b for gated delta nets and short convolutions: states in pages, of released shapes and of small ones."""
+"""Cases of part b for layers with states in pages, of released shapes and of small ones."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,12 +10,17 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
 from kvkeeper.kernels.recurrent.gated_norm import gated_norm
 from kvkeeper.kernels.recurrent.short_conv import short_conv
-from kvkeeper.kernels.types import STATE_CHUNK, ConvInputs, DeltaInputs, DeltaState, StateChunks, StateRows
+from kvkeeper.kernels.types import STATE_CHUNK, ConvInputs, DeltaInputs, DeltaState, ScanRule, StateChunks, StateRows
 from tests.gpu.kernel_cases import error
 
 _NUM_PAGES = 40
-# By name the heads of keys and of values, their dimensions, and tokens of the convolution.
-_SHAPES = {"qwen": (16, 32, 128, 128, 4), "small": (2, 4, 8, 6, 3)}
+# By name the heads of keys and of values, their dimensions, tokens of the convolution, and whether it is Mamba 2.
+_SHAPES = {
+    "qwen": (16, 32, 128, 128, 4, False),
+    "small": (2, 4, 8, 6, 3, False),
+    "nemotron": (8, 64, 128, 64, 4, True),
+    "small_scan": (2, 4, 8, 6, 3, True),
+}
 # 17 rows, among them one without a page and one that goes over to its next page.
 _ROWS = StateRows(None, torch.arange(17), torch.arange(17).where(torch.arange(17) != 5, 30))
 # Of each row the page that it reads, and its chunks: tokens, and the page that is written behind them.
@@ -30,7 +35,7 @@ _RUNS = [
 def cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], float]]]:
     """By name the largest error of each, of outputs and of states."""
     for name, shape in _SHAPES.items():
-        if device == "cpu" and name == "qwen":
+        if device == "cpu" and name in ("qwen", "nemotron"):
             continue  # the reference takes tokens one by one
         yield f"delta_decode_{name}", partial(_decode, dtype, device, shape)
         yield f"delta_prefill_{name}", partial(_prefill, dtype, device, shape)
@@ -85,15 +90,19 @@ def _compare(
     num_tokens: int,
     rows: StateRows | StateChunks,
 ) -> float:
-    keys, values, key_dim, value_dim, kernel = shape
-    channels = 2 * keys * key_dim + values * value_dim
-    mixed, gates = torch.randn(num_tokens, channels + 8).to(dtype), torch.randn(num_tokens, 2 * values + 8).to(dtype)
+    keys, values, key_dim, value_dim, kernel, is_scan = shape
+    channels, num_gates = 2 * keys * key_dim + values * value_dim, values if is_scan else 2 * values
+    mixed, gates = torch.randn(num_tokens, channels + 8).to(dtype), torch.randn(num_tokens, num_gates + 8).to(dtype)
+    if is_scan:  # whose keys and queries have the length that they have
+        mixed /= key_dim**0.5
+    scan = ScanRule(torch.randn(channels).to(dtype), torch.randn(values), 0.4, 1.3) if is_scan else None
     inputs = DeltaInputs(
         mixed[:, :channels],
-        gates[:, : 2 * values],
+        gates[:, :num_gates],
         torch.randn(channels, kernel).to(dtype),
         torch.randn(values),
         torch.rand(values) * 4 - 4,  # so that a state is remembered
+        scan,
     )
     memory = torch.randn(_NUM_PAGES, 2, values, key_dim, value_dim)
     window = torch.randn(_NUM_PAGES, 2, kernel - 1, channels).to(dtype)
@@ -103,7 +112,12 @@ def _compare(
     out = out.to(device)
     op(
         DeltaInputs(
-            mixed.to(device)[:, :channels], gates.to(device)[:, : 2 * values], *(each.to(device) for each in inputs[2:])
+            mixed.to(device)[:, :channels],
+            gates.to(device)[:, :num_gates],
+            inputs.conv.to(device),
+            inputs.decay_bias.to(device),
+            inputs.decay_log.to(device),
+            scan and scan._replace(conv_bias=scan.conv_bias.to(device), skip=scan.skip.to(device)),
         ),
         DeltaState(there[0][:, 1], there[1][:, 1]),
         _moved(rows, device),

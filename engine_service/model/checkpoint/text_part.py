@@ -30,8 +30,9 @@ _FLAT: Final = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 WHOLE: Final = {"paligemma": "tokens of its prompts read later ones, too"}
 
 _PREFIX: Final = r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?"
-_TEXT: Final = re.compile(_PREFIX)
+_TEXT: Final = re.compile(rf"(?:{_PREFIX})(?:backbone\.)?|backbone\.")
 TO_TEXT_NAMES: Final = {rf"^{_PREFIX}lm_head\.": "lm_head.", f"^{_PREFIX}": "model."}  # as patterns and what replaces them
+_SPELT: Final = {"embeddings.": "embed_tokens.", "norm_f.": "norm."}  # of what is within
 _PART: Final = re.compile(r"(?:model\.)?([^.]+)")
 _TEXT_PARTS: Final = frozenset(("embed_tokens", "embedding_norm", "layers", "lm_head", "norm", "rotary_emb"))
 
@@ -69,6 +70,8 @@ def text_name(name: str) -> str:
     if prefix is None:
         return name
     own = name[prefix.end() :]
+    spelt = next((other for other in _SPELT if own.startswith(other)), "")
+    own = _SPELT.get(spelt, "") + own.removeprefix(spelt)
     return own if own.startswith("lm_head.") else f"model.{own}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 WindowRule = Literal["none", "all", "switched", "switched_all", "in_turn"]
 QkNorm = Literal["none", "head", "whole", "unit"]
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,18 @@ class DeltaFamily:
 
 
 @dataclass(frozen=True, slots=True)
+class ScanFamily:
+    """Layers of Mamba 2; defaults of mamba_num_heads, mamba_head_dim, n_groups, ssm_state_size and conv_kernel."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    kernel: int
+    layer_type: ClassVar = "mamba"
+
+
+@dataclass(frozen=True, slots=True)
 class ConvFamily:
     """Layers of a short convolution beside layers of attention, and the default of conv_L_cache, the tokens that it reads."""
 
@@ -89,12 +101,12 @@ class ConvFamily:
     layer_type: ClassVar = "conv"
 
 
-RecurrentFamily = DeltaFamily | ConvFamily
+RecurrentFamily = DeltaFamily | ConvFamily | ScanFamily
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How a family stores its experts: names of the block, and of gate, up and down within each expert.
+    """How a family stores its experts: names of the block, and of gate, up and down within each expert ("": no gate).
 
     Attributes:
         always_renormalises: the weights of a token's experts add up to 1; False: config.json's norm_topk_prob says.
@@ -109,6 +121,8 @@ class ExpertNames:
         switch_key: the field of config.json that says whether there are any; "": there are.
         chosen_key: the field of config.json with how many a token has.
         is_beside: they are beside an MLP, in the layer itself, with norms of their own and a factor for each.
+        latent_key: the field of config.json with the width that tokens are projected to before they go through their experts,
+            and back behind them; "": they are not.
     """
 
     block: str
@@ -125,6 +139,7 @@ class ExpertNames:
     switch_key: str = ""
     chosen_key: str = "num_experts_per_tok"
     is_beside: bool = False
+    latent_key: str = ""
     routing: RoutingRule = RoutingRule()
 
 
@@ -143,6 +158,9 @@ class Family:
         has_chunks: layers read chunks of attention_chunk_size, by layer_types, or by default where they are rotated.
         default_chunk: of attention_chunk_size.
         pairs_sides: stored weights pair the dimensions that are rotated side by side, instead of half a head apart.
+        has_rope: False: nothing is rotated.
+        has_single_parts: each layer has either attention, a recurrence, an MLP or experts, as layers_block_type or
+            hybrid_override_pattern says, behind the one norm that it has.
         mlp: name of the block of an MLP. mlp_width: the field of config.json with its width.
         adjusts_width: block_auto_adjust_ff_dim, which is on by default, makes it narrower (layer_shapes.py).
         head_dim: default where config.json has none; None: hidden_size / num_heads.
@@ -150,7 +168,7 @@ class Family:
             max_window_layers on; switched_all: by use_sliding_window, on all layers; in_turn: on all but every full_every-th.
         default_window: where config.json does not speak of sliding_window; None: no window then.
         scales_embeddings: by the square root of hidden_size.
-        activation: of an MLP's gate; clamped_swiglu goes by swiglu_alpha and swiglu_limit.
+        activation: of an MLP's gate; clamped_swiglu goes by swiglu_alpha and swiglu_limit. relu2: of an MLP that has no gate.
         activation_key: the field of config.json that names it. gelu_is_tanh: what is called "gelu" there is gelu_tanh.
         has_norm_offset: norms multiply by 1 + weight.
         has_output_gate: what each head attends to is weighed by a sigmoid, whose inputs are projected beside its queries.
@@ -195,6 +213,8 @@ class Family:
     has_chunks: bool = False
     default_chunk: int = 8192
     pairs_sides: bool = False
+    has_rope: bool = True
+    has_single_parts: bool = False
     mlp: str = "mlp"
     mlp_width: str = "intermediate_size"
     adjusts_width: bool = False
@@ -266,6 +286,10 @@ class Family:
             "inputs or scales of layers and norms behind them alone": (self.layer_input or self.has_layer_scales)
             and self.norms == "after",
             "two factors of embeddings": sum(embed_scales) > 1,
+            "layers of one part and other kinds of layers": self.has_single_parts
+            and (self.latent or self.shares_kv or self.layer_input or self.has_layer_scales or self.norms != "before"),
+            "no rope and layers or heads that have one in part": not self.has_rope
+            and (self.latent or self.has_unrotated_layers or self.has_partial_rope or self.local_theta),
         }
         if found := [what for what, are_both in apart.items() if are_both]:
             raise ValueError(f"a family cannot have {found[0]}: the decoder does not compute them together")

@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import ConvFamily, DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule
+from .family import ConvFamily, DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule, ScanFamily
 
 _EACH = ("gate_proj", "up_proj", "down_proj")
+# Experts are chosen by their sigmoids, from groups that are as good as their best two.
+_BY_TWO = RoutingRule(
+    scoring="sigmoid", group_score="best_two", has_correction=True, is_wide=True, renormalises=True, scale=1.0, groups=(1, 1)
+)
 _DELTA = DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4)
 # What Qwen3-Next and Qwen3.5 have in common.
 _WITH_DELTA = Family(
@@ -91,16 +95,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             always_renormalises=False,
             intermediate_key="moe_intermediate_size",
             shared="shared_experts",
-            routing=RoutingRule(
-                scoring="sigmoid",
-                group_score="best_two",
-                has_correction=True,
-                is_wide=True,
-                renormalises=True,
-                scale=2.5,
-                groups=(8, 4),
-                first_dense=3,
-            ),
+            routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), first_dense=3),
         ),
     ),
     "gemma": Family(
@@ -170,16 +165,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             always_renormalises=False,
             intermediate_key="moe_intermediate_size",
             shared="shared_experts",
-            routing=RoutingRule(
-                scoring="sigmoid",
-                group_score="best_two",
-                has_correction=True,
-                is_wide=True,
-                renormalises=True,
-                scale=1.8,
-                groups=(1, 1),
-                has_layer_types=True,
-            ),
+            routing=replace(_BY_TWO, scale=1.8, has_layer_types=True),
         ),
     ),
     "gpt_oss": Family(
@@ -267,6 +253,37 @@ FAMILIES: Final[Mapping[str, Family]] = {
         default_eps=1e-5,
         experts=ExpertNames(
             "block_sparse_moe", ("w1", "w3", "w2"), always_renormalises=True, intermediate_key="intermediate_size"
+        ),
+    ),
+    "nemotron_h": Family(
+        mlp_bias=None,
+        needs_kv_heads=False,
+        head_dim=128,
+        default_eps=1e-5,
+        has_rope=False,
+        has_single_parts=True,
+        activation="relu2",
+        activation_key="mlp_hidden_act",
+        mlp="mixer",
+        ignores="mtp.",
+        fields={
+            "layer_norm_epsilon": "rms_norm_eps",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_dt_limit": "time_step_limit",
+            "mamba_n_groups": "n_groups",
+        },
+        stored_names={"input_layernorm": "norm", "post_attention_layernorm": "norm", "self_attn": "mixer"},
+        recurrent=ScanFamily(heads=128, head_dim=64, groups=8, state_size=128, kernel=4),
+        experts=ExpertNames(
+            "mixer",
+            ("", "up_proj", "down_proj"),
+            always_renormalises=False,
+            intermediate_key="moe_intermediate_size",
+            shared="shared_experts",
+            shared_key="moe_shared_expert_intermediate_size",
+            latent_key="moe_latent_size",
+            routing=_BY_TWO,
         ),
     ),
     "olmo2": Family(needs_kv_heads=False, qk_norm="whole", norms="after", default_eps=1e-5),

@@ -45,14 +45,10 @@ class DeltaNet:
 
     def run(self, x: torch.Tensor, eps: float, metadata: StateMetadata, at: int) -> torch.Tensor:
         """Heads' outputs [T, Hv * Dv], before the output projection, for x [T, H]. at: the layer's place in its group."""
-        shape, state = self.shape, DeltaState(*metadata.layers[at])
+        shape = self.shape
         mixed, gate = linear(x, self.mixed).split((shape.conv_dim, shape.num_outputs), 1)
         inputs = DeltaInputs(mixed, linear(x, self.gates), self.conv, self.decay_bias, self.decay_log)
-        out = mixed.new_empty(len(x), shape.num_value_heads, shape.value_dim)
-        if metadata.rows is not None:
-            delta_decode(inputs, state, metadata.rows, out)
-        if metadata.chunks is not None:
-            delta_prefill(inputs, state, metadata.chunks, out)
+        out = run_rows(inputs, metadata, at, (shape.num_value_heads, shape.value_dim))
         return gated_norm(out, gate, self.norm, eps)
 
     def destinations(self) -> Iterator[tuple[str, Destination]]:
@@ -72,6 +68,16 @@ class DeltaNet:
         yield "linear_attn.dt_bias", take_all(self.decay_bias)
         yield "linear_attn.A_log", take_all(self.decay_log)
         yield "linear_attn.norm.weight", take_all(self.norm)
+
+
+def run_rows(inputs: DeltaInputs, metadata: StateMetadata, at: int, heads: tuple[int, int]) -> torch.Tensor:
+    """Outputs [T, Hv, Dv] of a step's rows, whose states are read and written. heads: Hv, Dv."""
+    state, out = DeltaState(*metadata.layers[at]), inputs.mixed.new_empty(len(inputs.mixed), *heads)
+    if metadata.rows is not None:
+        delta_decode(inputs, state, metadata.rows, out)
+    if metadata.chunks is not None:
+        delta_prefill(inputs, state, metadata.chunks, out)
+    return out
 
 
 def allocate_delta_net(shape: DeltaNetShape, hidden_size: int, empty: Empty) -> DeltaNet:

@@ -12,6 +12,8 @@ from ..checkpoint.destination import Destination, Empty
 from ..experts import Weight
 from .delta_net import allocate_delta_net
 from .recurrent_config import RecurrentShape
+from .scan import allocate_scan
+from .scan_config import ScanShape
 from .short_conv import allocate_short_conv
 from .short_conv_config import ShortConvShape
 from .state_pages import StateMetadata
@@ -40,4 +42,6 @@ def allocate_mixer(shape: RecurrentShape, hidden_size: int, empty: Empty) -> Mix
     """Empty weights of one layer."""
     if isinstance(shape, ShortConvShape):
         return allocate_short_conv(shape, hidden_size, empty)
+    if isinstance(shape, ScanShape):
+        return allocate_scan(shape, hidden_size, empty)
     return allocate_delta_net(shape, hidden_size, empty)

@@ -10,18 +10,19 @@ from typing import Any
 
 from ..checkpoint.errors import UnsupportedModelError
 from ..checkpoint.json_file import bad, count
-from ..families.family import ConvFamily, RecurrentFamily
+from ..families.family import ConvFamily, RecurrentFamily, ScanFamily
 from .delta_config import DeltaNetShape, parse_delta_net
+from .scan_config import ScanShape, parse_scan
 from .short_conv_config import ShortConvShape, parse_short_conv
 from .state_tensor import StateTensor
 
 _ALIGNMENT = 16  # bytes; of each layer's state in a page
-RecurrentShape = DeltaNetShape | ShortConvShape
+RecurrentShape = DeltaNetShape | ScanShape | ShortConvShape
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentConfig:
-    """The layers that keep a state, all of one shape; the others are attention."""
+    """The layers that keep a state, all of one shape."""
 
     layers: frozenset[int]
     shape: RecurrentShape
@@ -33,8 +34,13 @@ def state_bytes(tensors: Sequence[StateTensor], itemsize: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def parse_recurrent(raw: Mapping[str, Any], family: RecurrentFamily, num_layers: int) -> RecurrentConfig:
-    """Raises ModelConfigError, UnsupportedModelError."""
+def parse_recurrent(
+    raw: Mapping[str, Any], family: RecurrentFamily, num_layers: int, parts: Sequence[str] = ()
+) -> RecurrentConfig:
+    """parts: see ModelConfig. Raises ModelConfigError, UnsupportedModelError."""
+    if isinstance(family, ScanFamily):
+        layers = (layer for layer, part in enumerate(parts) if part == "recurrent")
+        return RecurrentConfig(frozenset(layers), parse_scan(raw, family))
     shape: RecurrentShape
     if isinstance(family, ConvFamily):
         shape, kinds = parse_short_conv(raw, family), _kinds_by_number(raw, num_layers)

@@ -95,6 +95,23 @@ _DELTA = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 40,
 }
+# Released shapes of Nemotron-H, scaled down: the first layers of each pattern, and its kinds. Many steps meet their bound.
+# It has two names, because the library takes the first and released kernels the second.
+_NEMOTRON = {
+    "layer_norm_epsilon": 0.01,
+    "num_attention_heads": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 2,
+    "n_groups": 2,
+    "ssm_state_size": 4,
+    "time_step_min": 0.5,
+    "time_step_limit": [0.5, math.inf],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
 # The released Gemma 4, each scaled down by its own ratios: heads of full layers are twice as large, and fewer;
 # the patterns of kinds, sharing, and what a form has besides are kept.
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -191,6 +208,17 @@ TINY_MODELS = (
         "lfm2_moe",
         "Lfm2Moe",
         _CONV | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_dense_layers": 1},
+    ),
+    TinyModel("nemotron_3_nano", "NemotronH", _NEMOTRON | {"hybrid_override_pattern": "MEMEM*E"}),
+    TinyModel(
+        "nemotron_3_super",
+        "NemotronH",
+        _NEMOTRON | {"hybrid_override_pattern": "MEMEM*EM", "moe_latent_size": 16, "n_group": 4, "topk_group": 2},
+    ),
+    TinyModel(
+        "nemotron_h_biased",
+        "NemotronH",
+        _NEMOTRON | {"hybrid_override_pattern": "M-*-M-", "mlp_bias": True, "use_bias": True},
     ),
     TinyModel("qwen3_next", "Qwen3Next", _DELTA),
     TinyModel(
@@ -325,6 +353,8 @@ def randomise(network: Any, family: str) -> None:
                 parameter.normal_(0, 0.1)
             elif name.endswith("q_norm.weight") and family.lower().startswith("gemma4"):  # the factor of its scores is in it
                 parameter.normal_(0.15, 0.03)
+            elif name.endswith(".D"):
+                parameter.normal_(1, 0.5)
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, 0)  # the library's own are forgotten within a token or two, so that no state shows
             elif "norm" in name:

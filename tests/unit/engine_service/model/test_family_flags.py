@@ -257,6 +257,8 @@ def test_every_field_is_held_to_the_library() -> None:
 
 LATENT, DELTA = LatentFamily(8, 8, 8, 8, 8, "sides"), DeltaFamily(1, 1, 8, 8, 4, 4)
 APART: dict[str, dict[str, Any]] = {
+    "layers of one part and other kinds of layers": {"has_single_parts": True, "norms": "both"},
+    "no rope and layers or heads that have one in part": {"has_rope": False, "has_partial_rope": True},
     "latents and other terms of scores": {"latent": LATENT, "has_sink_logits": True},
     "latents and other kinds of heads": {"latent": LATENT, "qk_norm": "head"},
     "latents and other kinds of layers": {"latent": LATENT, "windows": "all"},

@@ -48,9 +48,9 @@ def test_every_kind_of_projection_may_be_quantised(model: str, stored: str, tmp_
     expect_same(*build_both(tmp_path, tiny_model(model), BY_NAME[stored]))
 
 
-@pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
-def test_latent_attention_in_fp8(model: str, tmp_path: Path) -> None:
-    """What makes keys and values of latents is used head by head, and stored as one projection."""
+@pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3", "nemotron_3_super"])
+def test_latent_attention_and_recurrent_layers_in_fp8(model: str, tmp_path: Path) -> None:
+    """What makes keys and values of latents is used head by head, and stored as one projection, as all of Mamba 2 is."""
     expect_same(*build_both(tmp_path, tiny_model(model), BY_NAME["fp8_by_block"]))
 
 

@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 SIZE = 4
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_27b", "qwen3_5_35b_a3b"])
+@pytest.fixture(scope="module", params=["nemotron_3_nano", "qwen3_5_27b", "qwen3_5_35b_a3b"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(tmp_path_factory.mktemp("model"), tiny_model(request.param))
 
@@ -209,10 +209,11 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h_biased", "qwen3_next"])
 def test_decodes_without_experts_are_programs_with_the_numbers_of_plain_passes(name: str, tmp_path: Path) -> None:
     kind = tiny_model(name)
-    dense = dataclasses.replace(kind, overrides=kind.overrides | ({} if name == "lfm2" else {"mlp_only_layers": [0, 1, 2, 3]}))
+    changes = {"mlp_only_layers": [0, 1, 2, 3]} if name == "qwen3_next" else {}
+    dense = dataclasses.replace(kind, overrides=kind.overrides | changes)
     own = load_model(build_model_folder(tmp_path, dense), progress=False)[0]
     cases = [case for case in CASES if not case.preempt_at]
     plain, recorded = (HandTables(own, SIZE, checkpoint_blocks=2, num_blocks=400) for _ in range(2))

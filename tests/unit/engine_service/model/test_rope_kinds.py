@@ -46,7 +46,8 @@ FIRST = {  # by model type, of which the library's classes have other names
 }
 WITH_DELTA = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 PHI3 = ("default", "longrope")  # the library's own check refuses it the others
-CASES = [(family, kind, 1.0) for family in FAMILIES for kind in (PHI3 if family == "phi3" else KINDS)]
+ROTATED = [name for name, family in FAMILIES.items() if family.has_rope]
+CASES = [(family, kind, 1.0) for family in ROTATED for kind in (PHI3 if family == "phi3" else KINDS)]
 CASES = [
     case for case in CASES if case[:2] not in (("gemma4_text", "longrope"), ("gemma4_unified_text", "longrope"))
 ]  # likewise

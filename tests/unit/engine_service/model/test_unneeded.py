@@ -15,6 +15,7 @@ from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import WeightsError
+from kvkeeper.engine_service.model.checkpoint.text_part import text_name
 from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.families.table import FAMILIES
 from kvkeeper.engine_service.model.left_out import list_left_out
@@ -55,7 +56,8 @@ def change(folder: Path, how: Callable[[Tensors], None], file: str = WEIGHTS) ->
 
 def another_head(tensors: Tensors) -> None:
     drawn = torch.Generator().manual_seed(7)
-    tensors[HEAD] = tensors[EMBEDDINGS] + 0.1 * torch.randn(tensors[EMBEDDINGS].shape, generator=drawn)
+    embeddings = next(tensor for name, tensor in tensors.items() if text_name(name) == EMBEDDINGS)
+    tensors[HEAD] = embeddings + 0.1 * torch.randn(embeddings.shape, generator=drawn)
 
 
 def set_config(folder: Path, **changes: object) -> None:

@@ -197,6 +197,8 @@ def test_towers_are_left_out_of_what_wraps_a_text_model_alone(tmp_path: Path) ->
         ("language_model.model.norm.weight", "model.norm.weight", ""),
         ("language_model.lm_head.weight", "lm_head.weight", ""),
         ("model.text_model.embed_tokens.weight", "model.embed_tokens.weight", ""),
+        ("language_model.backbone.norm_f.weight", "model.norm.weight", ""),
+        ("backbone.embeddings.weight", "model.embed_tokens.weight", ""),
         ("lm_head.weight", "lm_head.weight", ""),
         ("model.layers.0.x", "model.layers.0.x", ""),
         ("model.visual.blocks.0.x", "model.visual.blocks.0.x", "model.visual"),

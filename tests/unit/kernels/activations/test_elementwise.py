@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
-from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, weigh_by_sigmoid
+from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, square_of_relu, weigh_by_sigmoid
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
@@ -73,6 +73,7 @@ def test_gates(path, dtype, shape):
     close(path, path(silu_and_mul)(gate_up), reference.silu_and_mul(gate_up))
     close(path, path(gelu_and_mul)(gate_up), reference.gelu_and_mul(gate_up), rtol=1e-5)
     close(path, path(clamped_swiglu)(gate_up, 1.702, 3.0), reference.clamped_swiglu(gate_up, 1.702, 3.0), rtol=1e-5)
+    close(path, path(square_of_relu)(gate_up), reference.square_of_relu(gate_up))
 
 
 def test_gates_and_norms_far_out_stay_finite(path):
@@ -89,6 +90,7 @@ def test_clamped_swiglu(path):
     assert not torch.allclose(expected, reference.clamped_swiglu(gate_up, 1.702, 1e9)), "something was clamped"
     for bad in (float("nan"), float("inf")):
         assert path(clamped_swiglu)(torch.tensor([[bad, 1.0]]), 1.702, 7.0).isnan().item() == (bad != bad)
+        assert path(square_of_relu)(torch.tensor([[bad]])).isnan().item() == (bad != bad)
     assert path(clamped_swiglu)(torch.tensor([[1.0, float("nan")]]), 1.702, 7.0).isnan().all()
 
 
@@ -112,6 +114,7 @@ def test_refusals():
         lambda: silu_and_mul(x.to("meta")),
         lambda: gelu_and_mul(x.to("meta")),
         lambda: clamped_swiglu(x.to("meta"), 1.702, 7.0),
+        lambda: square_of_relu(x.to("meta")),
     ):
         with pytest.raises(UnsupportedDeviceError):
             call()

@@ -1,5 +1,6 @@
 """Every launch that is compiled: the wrappers, called with tensors of a real model's shapes that have no memory."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -40,6 +41,7 @@ from kvkeeper.kernels.types import (
     LinearWeight,
     QuantisedRows,
     QuantisedSlots,
+    ScanRule,
     StateChunks,
     StateRows,
 )
@@ -207,24 +209,31 @@ def _attend_chunks(num_seqs: int, width: int) -> None:
     paged_attention_decode(q, layer, tables, lens, scale=0.1)
 
 
-def _delta(key_dim: int, value_dim: int, dtype: torch.dtype, *, num_rows: int = 16, num_chunks: int = 0) -> None:
-    """Decode of a gated delta net with 16 heads of keys and 32 of values, or with num_chunks prefill of full chunks."""
-    channels, num_tokens = 32 * (key_dim + value_dim), num_chunks * STATE_CHUNK or num_rows
-    projected = nowhere(num_tokens, channels + 32 * value_dim, dtype=dtype)
-    numbers = [nowhere(32, dtype=torch.float32) for _ in range(2)]
-    inputs = DeltaInputs(
-        projected[:, :channels], nowhere(num_tokens, 64, dtype=dtype), nowhere(channels, 4, dtype=dtype), *numbers
-    )
-    block = nowhere(_NUM_BLOCKS, 3 * 32 * key_dim * value_dim, dtype=torch.float32)
-    memory = block[:, : 32 * key_dim * value_dim].unflatten(1, (32, key_dim, value_dim))
+def _delta(
+    key_dim: int, value_dim: int, dtype: torch.dtype, *, num_rows: int = 16, num_chunks: int = 0, is_scan: bool = False
+) -> None:
+    """Decode of a gated delta net with 16 heads of keys and 32 of values, or with num_chunks prefill of full chunks.
+
+    is_scan: of Mamba 2, with 8 heads of keys and 64 of values.
+    """
+    num_keys, num_heads = (8, 64) if is_scan else (16, 32)
+    channels, num_tokens = 2 * num_keys * key_dim + num_heads * value_dim, num_chunks * STATE_CHUNK or num_rows
+    projected = nowhere(num_tokens, channels + num_heads * value_dim, dtype=dtype)
+    numbers = [nowhere(num_heads, dtype=torch.float32) for _ in range(3)]
+    gates = nowhere(num_tokens, num_heads if is_scan else 2 * num_heads, dtype=dtype)
+    scan = ScanRule(nowhere(channels, dtype=dtype), numbers[2], 0.0, math.inf) if is_scan else None
+    inputs = DeltaInputs(projected[:, :channels], gates, nowhere(channels, 4, dtype=dtype), *numbers[:2], scan)
+    block = nowhere(_NUM_BLOCKS, 3 * num_heads * key_dim * value_dim, dtype=torch.float32)
+    memory = block[:, : num_heads * key_dim * value_dim].unflatten(1, (num_heads, key_dim, value_dim))
     state = DeltaState(memory, nowhere(_NUM_BLOCKS, 9 * channels, dtype=dtype)[:, : 3 * channels].unflatten(1, (3, channels)))
-    out = nowhere(num_tokens, 32, value_dim, dtype=dtype)
+    out = nowhere(num_tokens, num_heads, value_dim, dtype=dtype)
     rows, more, chunks = (nowhere(count, dtype=torch.int64) for count in (num_rows, num_rows + 1, num_chunks))
     if num_chunks:
         delta_prefill(inputs, state, StateChunks(rows, more, *[chunks] * 4), out)
     else:
         delta_decode(inputs, state, StateRows(None, rows, rows), out)
-    gated_norm(out, projected[:, channels:], nowhere(value_dim, dtype=dtype), 1e-6)
+    heads, weight = (out.view(num_tokens, num_keys, -1), (num_keys, 512)) if is_scan else (out, (value_dim,))
+    gated_norm(heads, projected[:, channels:], nowhere(*weight, dtype=dtype), 1e-6)
 
 
 def _short_conv(channels: int, dtype: torch.dtype, *, num_rows: int = 16, num_chunks: int = 0) -> None:
@@ -370,3 +379,5 @@ for key_dim, value_dim, label in ((128, 128, "bf16"), (64, 64, "bf16"), (128, 12
     _add(f"delta prefill d{key_dim} {label}", _delta, key_dim, value_dim, DTYPES[label], num_chunks=64)
 _add("convolution decode d2048 bf16", _short_conv, 2048, torch.bfloat16)
 _add("convolution prefill d2048 bf16", _short_conv, 2048, torch.bfloat16, num_chunks=64)
+_add("scan decode d128 bf16", _delta, 128, 64, torch.bfloat16, is_scan=True)
+_add("scan prefill d128 bf16", _delta, 128, 64, torch.bfloat16, num_chunks=64, is_scan=True)

@@ -9,7 +9,7 @@ from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
 from kvkeeper.engine_service.compute.graphs import graphed_steps
 from kvkeeper.engine_service.compute.graphs.step_inputs import StepInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
-from kvkeeper.engine_service.model.recurrent import delta_net
+from kvkeeper.engine_service.model.recurrent import delta_net, scan
 from kvkeeper.kernels.quantised import store as quantised_store
 from kvkeeper.kernels.types import CountedTensors
 
@@ -69,6 +69,7 @@ _OPS = (
     "rotary_store_kv",
     "rotary_store_quantised",
     "silu_and_mul",
+    "square_of_relu",
 )
 
 
@@ -97,6 +98,7 @@ def pretend_model_on_cuda(monkeypatch):
         monkeypatch.setattr(latent, name, claiming(getattr(latent, name)))
     for name in ("linear", "gated_norm"):
         monkeypatch.setattr(delta_net, name, claiming(getattr(delta_net, name)))
+        monkeypatch.setattr(scan, name, claiming(getattr(scan, name)))
     for name in ("rms_norm", "rotary"):
         monkeypatch.setattr(quantised_store, name, claiming(getattr(quantised_store, name)))
     for name in _OPS:

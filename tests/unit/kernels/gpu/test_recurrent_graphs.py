@@ -9,6 +9,7 @@ import torch
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.model.loader import load_model
 from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
+from tests.support.slices import todays
 from tests.support.worlds.batches import ScheduledRow
 from tests.support.worlds.hand_tables import HandTables
 from tests.unit.kernels.gpu.captured import BOUNDS, all_claim_to_be_on_cuda, plain, ready_cold
@@ -20,10 +21,10 @@ SIZE, WIDTH = 4, 6
 TEXTS = [random_tokens(SIZE * WIDTH, seed) for seed in range(3)]
 
 
-@pytest.fixture
-def model(tmp_path):
+@pytest.fixture(params=todays(["nemotron_h_biased", "qwen3_next"], 1))
+def model(request, tmp_path):
     """Without experts, which the interpreter takes long for."""
-    kind = tiny_model("qwen3_next")
+    kind = tiny_model(request.param)
     dense = dataclasses.replace(kind, overrides={**kind.overrides, "mlp_only_layers": [0, 1, 2, 3]})
     model = load_model(build_model_folder(tmp_path, dense), progress=False)[0]
     model.config = dataclasses.replace(model.config, experts=None)

@@ -1,20 +1,24 @@
-"""The gated delta rule and its convolution on states in pages: on all paths, against transformers', and cut anywhere."""
+"""The gated delta rule, or Mamba 2's, and its convolution on states in pages: on all paths, against transformers', and cut
+anywhere.
+"""
 
 from itertools import pairwise
 
 import pytest
 import torch
+from transformers.models.nemotron_h import modeling_nemotron_h as their_scan
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
 from kvkeeper.kernels.recurrent.gated_norm import gated_norm
-from kvkeeper.kernels.types import STATE_CHUNK, DeltaInputs, DeltaState, StateChunks, StateRows
+from kvkeeper.kernels.types import STATE_CHUNK, DeltaInputs, DeltaState, ScanRule, StateChunks, StateRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 SMALL, ODD, LARGE = (2, 4, 8, 6, 4), (1, 3, 5, 20, 3), (1, 1, 32, 64, 2)  # heads of keys and values, their dims, kernel
-SHAPES = pytest.mark.parametrize("shape", [SMALL, ODD, LARGE], ids=str)
+SCAN = (*SMALL, "scan")
+SHAPES = pytest.mark.parametrize("shape", [SMALL, ODD, LARGE, SCAN], ids=str)
 NUM_PAGES = 8
 
 
@@ -23,18 +27,20 @@ def drawn(*shape, seed=0, dtype=torch.float32):
 
 
 def make_inputs(shape, num_tokens, dtype=torch.float32, seed=0):
-    """The mixed numbers and the gates are parts of wider rows."""
-    keys, values, key_dim, value_dim, kernel = shape
-    channels = 2 * keys * key_dim + values * value_dim
+    """The mixed numbers and the gates are parts of wider rows. A scan's bounds are such that steps meet them."""
+    keys, values, key_dim, value_dim, kernel = shape[:5]
+    channels, is_scan = 2 * keys * key_dim + values * value_dim, len(shape) > 5
     mixed = drawn(num_tokens, channels + 5, seed=seed, dtype=dtype)[:, :channels]
-    gates = drawn(num_tokens, 2 * values + 3, seed=seed + 1, dtype=dtype)[:, : 2 * values]
+    num_gates = values if is_scan else 2 * values
+    gates = drawn(num_tokens, num_gates + 3, seed=seed + 1, dtype=dtype)[:, :num_gates]
     conv = drawn(channels, kernel, seed=3, dtype=dtype)
-    return DeltaInputs(mixed, gates, conv, drawn(values, seed=4), drawn(values, seed=5))
+    scan = ScanRule(drawn(channels, seed=8, dtype=dtype), drawn(values, seed=9), 0.4, 1.3) if is_scan else None
+    return DeltaInputs(mixed, gates, conv, drawn(values, seed=4), drawn(values, seed=5), scan)
 
 
 def make_state(shape, dtype=torch.float32):
     """Pages a stride apart, as they are in an arena; what stands in page 0 is not read."""
-    keys, values, key_dim, value_dim, kernel = shape
+    keys, values, key_dim, value_dim, kernel = shape[:5]
     channels = 2 * keys * key_dim + values * value_dim
     memory = drawn(NUM_PAGES, 2, values, key_dim, value_dim, seed=6)[:, 1]
     conv = drawn(NUM_PAGES, 2, kernel - 1, channels, seed=7, dtype=dtype)[:, 1]
@@ -90,9 +96,10 @@ def test_decodes_are_the_references(path, shape):
     check(path, delta_decode, shape, 6, StateRows(integers(4, 1, 2), integers(1, 0, 4), integers(1, 2, 0)))
 
 
+@pytest.mark.parametrize("shape", [SMALL, SCAN], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_decodes_in_few_bits_are_as_near_as_those_are(path, dtype):
-    check(path, delta_decode, SMALL, 3, StateRows(None, integers(3, 0, 5), integers(3, 2, 6)), dtype, 0.02)
+def test_decodes_in_few_bits_are_as_near_as_those_are(path, dtype, shape):
+    check(path, delta_decode, shape, 3, StateRows(None, integers(3, 0, 5), integers(3, 2, 6)), dtype, 0.02)
 
 
 ROWS = [
@@ -175,9 +182,26 @@ def test_the_reference_is_transformers_rule_behind_its_convolution():
     assert torch.equal(state.conv[1], inputs.mixed[-3:])
 
 
+def test_the_reference_is_transformers_scan_behind_its_convolution():
+    inputs, state = make_inputs(SCAN, 70), make_state(SCAN)
+    out, scan, (keys, values, key_dim, value_dim, _) = torch.zeros(70, 4, 6), inputs.scan, SMALL
+    reference.delta_prefill(inputs, state, chunks_of([(0, [(70, 1)])]), out)
+    made = their_scan.causal_conv1d_fn(inputs.mixed.T[None], inputs.conv, scan.conv_bias, activation="silu")[0].T
+    q, k, v = made.split((keys * key_dim, keys * key_dim, values * value_dim), 1)
+    expected, last = their_scan.mamba2_chunk_scan(
+        v.unflatten(1, (-1, value_dim))[None], inputs.gates[None], -inputs.decay_log.exp(),
+        k.unflatten(1, (-1, key_dim))[None], q.unflatten(1, (-1, key_dim))[None],
+        chunk_size=16, D=scan.skip, dt_bias=inputs.decay_bias, dt_softplus=True, dt_limit=(scan.least, scan.most),
+        return_final_states=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected[0], atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(state.memory[1], last[0].transpose(1, 2), atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["before the gate", "behind it"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gated_norm_is_the_references(path, dtype):
-    x, weight = drawn(5, 3, 20, dtype=dtype), drawn(20, seed=1, dtype=dtype)
+def test_the_gated_norm_is_the_references(path, dtype, is_behind):
+    x, weight = drawn(5, 3, 20, dtype=dtype), drawn(*((3, 20) if is_behind else (20,)), seed=1, dtype=dtype)
     gate = drawn(5, 70, seed=2, dtype=dtype)[:, 10:]
     found = path(gated_norm)(x, gate, weight, 1e-2)
     atol = 1e-6 if dtype is torch.float32 else 0.03
@@ -192,6 +216,9 @@ def test_the_gated_norm_is_the_references(path, dtype):
         ({"conv": torch.zeros(9, 4)}, "conv"),
         ({"conv": torch.zeros(56, 5)}, "window"),
         ({"decay_log": torch.zeros(4).double()}, "decay_log"),
+        ({"scan": ScanRule(torch.zeros(56), torch.zeros(4), 0.0, 1.0)}, "gates"),
+        ({"scan": ScanRule(torch.zeros(55), torch.zeros(4), 0.0, 1.0), "gates": torch.zeros(4, 4)}, "conv_bias"),
+        ({"scan": ScanRule(torch.zeros(56), torch.zeros(3), 0.0, 1.0), "gates": torch.zeros(4, 4)}, "skip"),
     ],
 )
 def test_what_does_not_fit_is_refused(path, changes, argument):
