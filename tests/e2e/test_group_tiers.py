@@ -87,7 +87,8 @@ async def ask(client: AsyncEngineClient, expected: list[list[int]]) -> list[int]
 @asynccontextmanager
 async def engine_on(services: Fleet, model: ServedModel) -> AsyncIterator[AsyncEngineClient]:
     """The client of an engine in this process, on a cache service in another one."""
-    address, options = f"unix:{services.folder}/engine", {"block_size": BLOCK_SIZE, "progress": False, "fronts": 0}
+    address = f"unix:{services.folder}/engine"
+    options: dict[str, Any] = {"block_size": BLOCK_SIZE, "progress": False, "fronts": 0}
     config = EngineConfig(listen=address, cache=services.cache_address, model=HASH_TOY, **options)
     engine = await start_engine(config, model=model)
     try:
