@@ -371,7 +371,7 @@ def write_v4_config(folder: Path) -> None:
     """Rewrite config.json in the style of transformers 4: rope_theta and rope_scaling, torch_dtype."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
-    rope = raw.pop("rope_parameters")
+    rope = raw.pop("rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}  # Nemotron-H has none
     if "full_attention" in rope:  # Gemma 3: windows have a rope of their own, and come in turn
         raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         raw["sliding_window_pattern"] = raw["layer_types"].index("full_attention") + 1

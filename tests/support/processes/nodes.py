@@ -71,7 +71,9 @@ class Node:
         """Blocks that its cache service tells its watches of, if it is watched; else -1."""
         async with AsyncCacheClient(self._fleet.cache_address) as client:
             pools = (await client.stats()).pools
-        return int(pools[0].num_indexed_blocks) if pools and pools[0].num_watches else -1
+        if not pools or not pools[0].num_watches:
+            return -1
+        return int(pools[0].num_indexed_blocks - pools[0].num_partial_nodes)  # no event names a partial node
 
     async def _stats(self) -> Any:
         async with AsyncEngineClient(self.address, CallOptions(retry_s=0)) as client:
