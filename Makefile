@@ -105,7 +105,7 @@ KERNELS := tests/unit/kernels
 COMPUTING := tests/unit/engine_service/model tests/unit/engine_service/scheduler tests/unit/engine_service/compute tests/contracts \
     tests/packaging
 # What the core's tests need: neither torch nor gRPC nor npm.
-CORE_ALONE := numpy pytest pytest-asyncio hypothesis xxhash
+CORE_ALONE := numpy pytest pytest-asyncio pytest-timeout hypothesis xxhash
 # Shown when it has ended. $(1): how far it is behind what else wants a processor; 19 is behind all else.
 define in_background
 	@mkdir -p build

@@ -13,7 +13,7 @@ def empty_projection(empty: Empty, num_out: int, num_in: int, bias: bool) -> Lin
     return LinearWeight(empty(num_out, num_in), empty(num_out) if bias else None)
 
 
-def rows(own: range) -> tuple[tuple[slice, ...], ...]:
+def row_places(own: range) -> tuple[tuple[slice, ...], ...]:
     """The places of a rank's rows in a stored tensor."""
     return ((slice(own.start, own.stop),),)
 
@@ -47,7 +47,7 @@ def by_outputs(fused: Weight, parts: Sequence[tuple[str, int, range]], fused_nam
             yield f"{fused_name}.{kind}", Destination(whole, (num_rows, *whole.shape[1:]), places=tuple(places))
             continue
         for (name, size, own), part in zip(parts, whole.split([len(own) for _, _, own in parts]), strict=True):
-            yield f"{name}.{kind}", Destination(part, (size, *part.shape[1:]), places=rows(own))
+            yield f"{name}.{kind}", Destination(part, (size, *part.shape[1:]), places=row_places(own))
 
 
 def by_inputs(weight: Weight | None, name: str, num_inputs: int, own: range) -> Iterator[tuple[str, Destination]]:

@@ -17,7 +17,7 @@ from .families.table import FAMILIES
 from .latent import LatentWeights
 from .latent_config import LatentConfig
 from .layer_inputs import InputWeights, allocate_inputs, allocate_layer_input, input_destinations, layer_input_destinations
-from .projections import by_inputs, by_outputs, empty_projection, rows, scaled, whole_range
+from .projections import by_inputs, by_outputs, empty_projection, row_places, scaled, whole_range
 from .recurrent.mixer import allocate_mixer
 from .rotary_table import rotated_order
 from .split import WHOLE, Split, config_of_rank
@@ -253,7 +253,10 @@ def _layer_destinations(
         yield from by_outputs(_stored_alone(layer.qkv, config), stored, "self_attn.qkv_proj" if is_fused else "")
         yield from by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
     if layer.sink_logits is not None:
-        yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=rows(split.of(config.num_heads)))
+        yield (
+            "self_attn.sinks",
+            Destination(layer.sink_logits, (config.num_heads,), places=row_places(split.of(config.num_heads))),
+        )
     yield from _mlp_destinations(config, index, layer.mlp, split)
     if layer.own_input is not None:
         yield from layer_input_destinations(layer.own_input)

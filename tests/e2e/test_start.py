@@ -47,7 +47,7 @@ def run_main(capsys: pytest.CaptureFixture[str]) -> Iterator[RunMain]:
         (["--listen", "example.org:1"], 2, "--listen"),
         (["--listen", "unix:relative"], 2, "--listen"),
         (["--cache", "10.0.0.1:7410"], 2, "--cache"),
-        (["--dtype", "int4"], 2, "--dtype"),
+        (["--dtype", "int2"], 2, "--dtype"),
         (["--token-budget", "0"], 2, "--token-budget"),
         (["--model", "nowhere/at/all"], 1, "--model nowhere/at/all"),
     ],
