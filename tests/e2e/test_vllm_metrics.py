@@ -45,6 +45,7 @@ COUNTED = {
         "waits",
         "changes",
         "watches",
+        "nodes",
         "offs",
     ),
     *(
