@@ -20,7 +20,8 @@ from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, Out
 
 NUM_NEW = 24
 MOST_DIFFERENCE = 1e-3  # of a log probability, between two float32 computations
-MOST_ON_AVERAGE = {"bfloat16": 0.05, "int8": 0.07, "int4": 0.07}  # of a log probability
+# Of a log probability. int8 was 0.045 off on a processor with AVX2, and int4 0.039, whose bits are the file's own.
+MOST_ON_AVERAGE = {"bfloat16": 0.05, "int8": 0.07, "int4": 0.07}
 SUBJECTS = ("a lighthouse", "the number 1,234.56", "Überraschungen in Köln", "日本の首都", "def merge(a, b):")
 FRAMES = (
     "{}",
