@@ -8,6 +8,7 @@ weight files, not the weights. A config that passes can still fail when the mode
 import importlib.util
 import re
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,15 @@ from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, get_dtype, wants_co
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.hub_cache import SNAPSHOTS
 from .model.checkpoint.json_file import CONFIG_FILE
-from .model.checkpoint.text_part import WRAPPER, read_text_config
+from .model.checkpoint.text_part import WRAPPER, read_text_config, text_name
+from .model.checkpoint.unneeded import HEAD
 from .model.config import not_native, parse_model_config, why_library
-from .model.dtype_name import DTYPE_BYTES, INTEGER_BITS, dtype_name
+from .model.dtype_name import DTYPE_BYTES, INTEGER_BITS, dtype_name, weight_bytes
 from .model.left_out import list_left_out, others_left_out
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 _PACKAGES = ("torch", "safetensors", "tokenizers", "llguidance", "jinja2")  # of the extra `engine`, on every machine
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, on any machine on which CUDA can run
 # Of torch, other imports, and a first step, measured 180 MB beside the weights, and of compiling kernels, 80 MB.
@@ -41,8 +44,8 @@ _FRONT_BYTES = 64 << 20  # of a front process: measured 40 MB, and room for stre
 class ModelMemory:
     """The memory that loading a model takes, in bytes."""
 
-    weights: int  # in the dtype that the model computes in
-    largest_tensor: int  # as stored: one tensor is held beside the weights while it is converted
+    weights: int  # as the model computes with them
+    beside: int  # while they are read: a tensor as it is stored, and of what is packed a layer that is not packed yet
     dtype: str
 
 
@@ -93,7 +96,7 @@ def check_gateway(config: EngineConfig) -> None:
 
 def needed_bytes(config: EngineConfig, memory: ModelMemory) -> int:
     """Memory of the host that the engine takes until it serves."""
-    of_all_ranks = config.tensor_parallel * (_PROGRAM_BYTES + memory.largest_tensor)
+    of_all_ranks = config.tensor_parallel * (_PROGRAM_BYTES + memory.beside)
     weights = memory.weights if config.device == "cpu" else 0
     return of_all_ranks + config.fronts * _FRONT_BYTES + weights
 
@@ -108,7 +111,7 @@ def model_memory(config: EngineConfig) -> ModelMemory:
             found.append(check_model(Path(model), config))
         except ModelError as error:
             raise StartError(f"{flag} {model}: {error}") from None
-    return ModelMemory(sum(each.weights for each in found), max(each.largest_tensor for each in found), found[-1].dtype)
+    return ModelMemory(sum(each.weights for each in found), max(each.beside for each in found), found[-1].dtype)
 
 
 def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
@@ -138,11 +141,22 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     left_out = others_left_out(names, raw.get(WRAPPER, "")) if model_config is None else list_left_out(names, model_config)
     sizes = [each for each in sizes if each.name not in left_out]
     counts = [each.num_elements if scheme is None else scheme.num_weights(each.name, each.num_elements) for each in sizes]
-    num_elements = sum(counts)
     largest = max((each.num_bytes for each in sizes), default=0)
     if scheme is not None:  # what is restored from it is float32, and its scales are spread
         largest = max(largest, 8 * max(counts, default=0))
-    return ModelMemory(num_elements * DTYPE_BYTES[dtype], largest, dtype)
+    by_name = {text_name(each.name): count for each, count in zip(sizes, counts, strict=True)}
+    layers = Counter[str]()
+    for name, count in by_name.items():
+        if layer := _LAYER.match(name):
+            layers[layer[0]] += count
+    is_packed = is_native and device_type == "cpu"
+    beside = largest + (max(layers.values(), default=0) * DTYPE_BYTES[dtype] if is_packed else 0)
+    if config.dtype not in INTEGER_BITS:
+        return ModelMemory(sum(counts) * DTYPE_BYTES[dtype], beside, dtype)
+    head = sum(count for name, count in by_name.items() if name.startswith(HEAD))
+    dense = sum(counts) - layers.total() - head
+    of_products = layers.total() * weight_bytes(config.dtype) + (head or dense) * weight_bytes("int8")
+    return ModelMemory(int(of_products) + dense * DTYPE_BYTES[dtype], beside, config.dtype)
 
 
 def _check_folder(folder: Path) -> None:

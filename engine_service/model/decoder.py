@@ -4,24 +4,21 @@ Follows transformers' models in the order of its operations, so that float32 log
 that read the same input are one matrix. K and V live in the arena and nowhere else.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, square_of_relu, weigh_by_sigmoid
-from kvkeeper.kernels.activations.linear import linear, pack_linear
-from kvkeeper.kernels.activations.linear_integers import quantise_linear
+from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.quantised.store import rotary_store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
-from kvkeeper.kernels.types import LinearWeight
 
 from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
@@ -73,7 +70,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder.
+    """embed and lm_head are [vocab_size, H], one tensor when tied and not packed; norm is [H].
 
     lm_head: None on the ranks that give no logits. inputs: None where layers have no inputs of their own.
     """
@@ -81,7 +78,7 @@ class DecoderWeights:
     embed: torch.Tensor
     layers: list[LayerWeights]
     norm: torch.Tensor
-    lm_head: LinearWeight | None
+    lm_head: Weight | None
     inputs: InputWeights | None = None
 
 
@@ -122,28 +119,15 @@ Layers = Callable[[LayersInput], LayersOutput]
 class Decoder:
     """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
 
-    def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, *, bits: Literal[8, 4] | None = None, split: Split = WHOLE
-    ) -> None:
-        """Take over `weights`, layer by layer, so that packing them never needs the memory of two models.
-
-        config, split: of the rank that these weights are of.
-        bits: projections multiply integers of so many bits, and the head those of 8; the weights are float32 on a CPU. None:
-            they multiply what the weights are. Raises UnsupportedDeviceError without the compiled kernels.
-        """
-        pack = pack_linear if bits is None else partial(quantise_linear, bits=bits)
-        pack_head = pack_linear if bits is None else partial(quantise_linear, bits=8)
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, split: Split = WHOLE) -> None:
+        """weights: packed. config, split: of the rank that they are of."""
         self.config = config
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
         self._embed, self._norm = weights.embed, weights.norm
-        self._lm_head = None if weights.lm_head is None else pack_head(weights.lm_head)
+        self._lm_head, self._layers, self._inputs = weights.lm_head, weights.layers, weights.inputs
         self._add_up, self.is_whole = split.add_up, split.num_ranks == 1
-        self._layers: list[LayerWeights] = []
-        while weights.layers:
-            self._layers.append(_pack_layer(weights.layers.pop(0), pack))
         most = config.max_position
-        self._inputs = None if weights.inputs is None else weights.inputs.packed(lambda weight: _packed(weight, pack))
         self._ropes = [config.rotation(layer) for layer in range(config.num_layers)]
         self._rotaries = {rope: RotaryTable(*rope, self.dtype, self.device, most) for rope in dict.fromkeys(self._ropes)}
         # transformers rounds the factor to the model's dtype, in training too.
@@ -364,19 +348,3 @@ def _add_and_norm(
         return rms_norm(x, norm, eps, residual)
     total = x if residual is None else x + residual
     return total, total
-
-
-def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> LayerWeights:
-    packed = partial(_packed, pack=pack)
-    own_input = None if layer.own_input is None else layer.own_input.packed(packed)
-    qkv = None if layer.qkv is None else packed(layer.qkv)
-    latent = None if layer.latent is None else layer.latent.packed(packed)
-    mixer = None if layer.mixer is None else layer.mixer.packed(packed)
-    mlp = None if layer.mlp is None else layer.mlp.packed(packed)
-    o = None if layer.o is None else packed(layer.o)
-    return dataclasses.replace(layer, qkv=qkv, latent=latent, mixer=mixer, own_input=own_input, o=o, mlp=mlp)
-
-
-def _packed(weight: Weight, pack: Callable[[LinearWeight], Weight]) -> Weight:
-    assert isinstance(weight, LinearWeight), "a weight is packed once"
-    return pack(weight)

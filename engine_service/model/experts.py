@@ -37,8 +37,21 @@ class MlpWeights:
 class StackedExperts:
     """The experts as grouped_linear takes them: MLPs [E, ...] each, with biases [E, ...] or None."""
 
-    gate_up: LinearWeight
-    down: LinearWeight
+    gate_up: Weight
+    down: Weight
+
+    def packed(self, pack: Callable[[Weight], Weight]) -> "StackedExperts":
+        return StackedExperts(pack(self.gate_up), pack(self.down))
+
+    def list_experts(self) -> tuple[MlpWeights, ...]:
+        """Each by itself, a view of all of them."""
+        return tuple(map(MlpWeights, _list_matrices(self.gate_up), _list_matrices(self.down)))
+
+
+def _list_matrices(weight: Weight) -> list[LinearWeight]:
+    assert isinstance(weight, LinearWeight), "they are packed as they are, all together or each by itself"
+    biases = [None] * len(weight.data) if weight.bias is None else weight.bias
+    return [LinearWeight(data, bias) for data, bias in zip(weight.data, biases, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +75,24 @@ class ExpertWeights:
 
     Attributes:
         router: [E, H]. It stays in the weights' own dtype: a choice is no number that could be a little off.
-        experts: views of `stacked`, until they are packed.
+        stacked: on CUDA, and until they are packed.
+        experts: elsewhere, where each is packed by itself.
         correction: float32 [E], added to scores where experts are chosen, not where they are weighed; None: none.
         shared: the MLP that all tokens go through beside their experts; None: none.
         shared_gate: [1, H], the sigmoid of whose product with a token weighs that; None: it counts as it is. It stays as the
             router does.
-        stacked: kept on CUDA; None: each expert is packed by itself.
         scales: [E], factors of what each expert gives; None: there are none.
         beside: the MLP that they are beside; None: they are in its place.
         enter, leave: [L, H] and [H, L], where experts take and give L numbers of a token, not H; None: they do not.
     """
 
     router: LinearWeight
-    experts: tuple[MlpWeights, ...]
     routing: Routing
+    stacked: StackedExperts | None = None
+    experts: tuple[MlpWeights, ...] = ()
     correction: torch.Tensor | None = None
     shared: MlpWeights | None = None
     shared_gate: LinearWeight | None = None
-    stacked: StackedExperts | None = None
     scales: torch.Tensor | None = None
     beside: BesideWeights | None = None
     enter: Weight | None = None
@@ -90,9 +103,10 @@ class ExpertWeights:
         shared = None if self.shared is None else self.shared.packed(pack)
         beside = None if self.beside is None else replace(self.beside, mlp=self.beside.mlp.packed(pack))
         found = replace(self, shared=shared, beside=beside, enter=enter, leave=leave)
-        if self.stacked is not None and self.stacked.gate_up.data.is_cuda:
-            return found
-        return replace(found, experts=tuple(expert.packed(pack) for expert in self.experts), stacked=None)
+        assert self.stacked is not None, "packed once"
+        if self.router.data.is_cuda:
+            return replace(found, stacked=self.stacked.packed(pack))
+        return replace(found, stacked=None, experts=tuple(each.packed(pack) for each in self.stacked.list_experts()))
 
 
 def apply_mlp(
@@ -161,7 +175,7 @@ def _apply_sorted(
     by_expert, order = chosen.flatten().sort(stable=True)  # by expert, and by token within
     sorted_rows = x.index_select(0, order // chosen.shape[1]) if given is None else given.index_select(0, order)
     # Where each expert's rows begin [E + 1].
-    starts = torch.searchsorted(by_expert, torch.arange(len(weights.experts) + 1, device=x.device))
+    starts = torch.searchsorted(by_expert, torch.arange(len(weights.router.data) + 1, device=x.device))
     if weights.stacked is not None:
         starts = starts.int()
         made = gate(grouped_linear(sorted_rows, weights.stacked.gate_up, starts))

@@ -1,43 +1,43 @@
 """load_model: a Hugging Face folder in, a Decoder out.
 
-Weights are read one tensor at a time, straight into the fused matrices of the decoder, and converted on the way to
-the dtype that is computed in. Every tensor is used, left out by its name (see unneeded), or refused.
+Weights are read one tensor at a time, straight into the fused matrices of the decoder, converted on the way to the dtype that
+is computed in, and packed layer by layer. Every tensor is used, left out by its name (see unneeded), or refused.
 """
 
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import structlog
 import torch
 from tqdm import tqdm
 
+from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.features import multiplies_bfloat16
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from kvkeeper.kernels.types import LinearWeight
 
-from .checkpoint.destination import Destination
-from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError, name_first
+from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
 from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_tensors, list_weight_files, tensor_sizes
 from .checkpoint.text_part import read_text_config, text_name
 from .checkpoint.unneeded import EMBEDDINGS, HEAD
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
 from .dtype_name import INTEGER_BITS, DtypeChoice, dtype_name
+from .filling import WEIGHT_DTYPES, Filling
 from .left_out import list_left_out
+from .packing import Packing
 from .quantised.matrix import restored
 from .quantised.scheme import Scheme
 from .split import WHOLE, Split, config_of_rank
-from .weight_map import allocate_weights, biases_added_up, list_norms, pair_rotated
 
 log = structlog.get_logger()
 Stored = TypeVar("Stored", torch.Tensor, StoredTensor)
-
-_WEIGHT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
@@ -74,32 +74,35 @@ def load_model(
     config = _with_experts(config, names)
     is_tied = config.tied_embeddings
     config = replace(config, tied_embeddings=is_tied and not (has_head and has_embeddings))
-    weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device, split)
-    if config.tied_embeddings and has_head:  # the one tensor that both are is stored under the other's name
-        destinations[f"{HEAD}weight"] = destinations.pop(f"{EMBEDDINGS}weight")
+    packing = Packing(config, split, INTEGER_BITS.get(dtype))
+    filling = Filling(config, split, compute_dtype(config.weights_dtype, device, dtype), device, packing)
+    if config.tied_embeddings and has_head:
+        filling.take_head_as_embeddings()
     num_bytes = sum(each.num_bytes for each in sizes if each.name not in left_out)
-    with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress) as bar:
-        _fill(destinations, _read(files, left_out, config.scheme, split, bar), config)
-    if destinations:
-        raise WeightsError(folder.name, f"tensors are missing: {name_first(destinations)}")
-    if is_tied and not config.tied_embeddings:
-        weights, config = _tied_if_equal(weights, config)
-    _complete(weights, config, split)
-    own = config_of_rank(config, split)
-    pair_rotated(own, weights)
+    bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
+    with bar, _integer_errors(folder, dtype):
+        for file_name, name, tensor in _read(files, left_out, config.scheme, split, bar):
+            filling.put(file_name, name, tensor)
+        weights = filling.finish(folder.name)
+        if is_tied and not config.tied_embeddings:
+            weights, config = _tied_if_equal(weights, config)
+        weights = packing.finish_rest(weights)
     if split.is_first:
         log_left_out(left_out)
     if config.scheme is not None:
         _log_scheme(config.scheme, names, weights.embed.dtype)
     _log_limit(folder, config)
-    return _make_decoder(folder, own, weights, dtype, split), config
+    return Decoder(config_of_rank(config, split), weights, split=split), config
 
 
-def _make_decoder(folder: Path, config: ModelConfig, weights: DecoderWeights, dtype: DtypeChoice, split: Split) -> Decoder:
+@contextmanager
+def _integer_errors(folder: Path, dtype: DtypeChoice) -> Iterator[None]:
     """Raises UnsupportedModelError where nothing multiplies integers of so many bits here, WeightsError for odd weights."""
     try:
-        return Decoder(config, weights, bits=INTEGER_BITS.get(dtype), split=split)
+        yield
     except UnsupportedDeviceError:
+        if dtype not in INTEGER_BITS:
+            raise
         supported = "the compiled kernels: the extra `cpu`, without --cpu-kernels torch"
         raise UnsupportedModelError("dtype", dtype, supported) from None
     except KernelArgumentError as error:
@@ -115,18 +118,9 @@ def _with_experts(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     return replace(config, experts=replace(config.experts, are_apart=True))
 
 
-def _complete(weights: DecoderWeights, config: ModelConfig, split: Split) -> None:
-    """Add the 1 of norms that are stored without, and leave biases of sums over the ranks to the first rank."""
-    if config.norm_offset:
-        for norm in list_norms(weights):
-            norm.add_(1)
-    if not split.is_first:
-        for bias in biases_added_up(weights):
-            bias.zero_()
-
-
 def _tied_if_equal(weights: DecoderWeights, config: ModelConfig) -> tuple[DecoderWeights, ModelConfig]:
     """Tie the head to the embeddings, as the config does. Where the file has both and they differ, the file's head counts."""
+    assert not isinstance(weights.lm_head, IntegerWeight), "quantised when all are read"
     if weights.lm_head is None or torch.equal(weights.lm_head.data, weights.embed):
         lm_head = None if weights.lm_head is None else LinearWeight(weights.embed)
         return replace(weights, lm_head=lm_head), replace(config, tied_embeddings=True)
@@ -144,33 +138,6 @@ def _read(
     if split.num_ranks == 1:
         return _counted(iterate_tensors(files, left_out), bar)
     return _counted(iterate_stored(files, left_out), bar)
-
-
-def _fill(
-    destinations: dict[str, Destination],
-    tensors: Iterator[tuple[str, str, torch.Tensor | StoredTensor]],
-    config: ModelConfig,
-) -> None:
-    """Put each tensor where it goes, and take what is filled off the destinations."""
-    used: dict[str, str] = {}
-    for file_name, name, tensor in tensors:
-        destination = destinations.pop(name, None)
-        if destination is None:
-            raise WeightsError(file_name, _why_no_place(name, used.get(name), config))
-        used[name] = file_name
-        if tuple(tensor.shape) != destination.shape:
-            raise WeightsError(file_name, f"tensor {name} has shape {tuple(tensor.shape)}, must have {destination.shape}")
-        if tensor.dtype not in _WEIGHT_DTYPES.values():
-            raise UnsupportedModelError("weight dtype", str(tensor.dtype), ", ".join(_WEIGHT_DTYPES))
-        destination.fill(tensor)
-
-
-def _why_no_place(name: str, stored_in: str | None, config: ModelConfig) -> str:
-    """What is wrong with a tensor that has no destination. stored_in: the file that it was read from before."""
-    if stored_in is not None:
-        return f"tensor {name} is stored twice, in {stored_in} before"
-    described = f"{config.family}, {config.num_layers} layers"
-    return f"tensor {name} is not part of the model that config.json describes ({described})"
 
 
 def log_left_out(left_out: dict[str, str]) -> None:
@@ -208,4 +175,4 @@ def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoi
     is_native: whether the compiled kernels multiply its weights.
     """
     has_bfloat16 = is_native and compiled.serves(torch.empty(0, dtype=torch.bfloat16)) and multiplies_bfloat16()
-    return _WEIGHT_DTYPES.get(dtype_name(weights_dtype, device.type, choice, has_bfloat16=has_bfloat16), torch.float32)
+    return WEIGHT_DTYPES[dtype_name(weights_dtype, device.type, choice, has_bfloat16=has_bfloat16)]

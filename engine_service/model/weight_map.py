@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from kvkeeper.kernels.types import LinearWeight
 
 from .checkpoint.destination import ALL, Destination, Empty, take_all
@@ -19,110 +18,46 @@ from .latent_config import LatentConfig
 from .layer_inputs import InputWeights, allocate_inputs, allocate_layer_input, input_destinations, layer_input_destinations
 from .projections import by_inputs, by_outputs, empty_projection, row_places, scaled, whole_range
 from .recurrent.mixer import allocate_mixer
-from .rotary_table import rotated_order
-from .split import WHOLE, Split, config_of_rank
+from .split import Split, config_of_rank
+
+Destinations = dict[str, Destination]  # by the names that tensors are stored under
 
 
-def allocate_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, split: Split = WHOLE
-) -> tuple[DecoderWeights, dict[str, Destination]]:
-    """Empty weights of a rank, and by stored name the destinations that together fill them. config: of the whole model.
-
-    Raises UnsupportedModelError where it cannot be split so.
-    """
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
+def allocate_layer(config: ModelConfig, split: Split, index: int, empty: Empty) -> tuple[LayerWeights, Destinations]:
+    """Empty weights of one layer of a rank, and the destinations that together fill them. config: of the whole model."""
     own = config_of_rank(config, split)
+    layer = _allocate_layer(own, index, empty)
+    found = _layer_destinations(config, own, index, layer, split)
+    destinations = {f"model.layers.{index}.{name.removeprefix('.')}": destination for name, destination in found}
+    return layer, _as_stored(destinations, config)
+
+
+def allocate_rest(config: ModelConfig, split: Split, empty: Empty) -> tuple[DecoderWeights, Destinations]:
+    """The same of all but the layers. Raises UnsupportedModelError where the model cannot be split so."""
+    config_of_rank(config, split)
     embed, norm = empty(config.vocab_size, config.hidden_size), empty(config.hidden_size)
-    layers = [_allocate_layer(own, index, empty) for index in range(config.num_layers)]
     destinations = {"model.embed_tokens.weight": take_all(embed), "model.norm.weight": take_all(norm)}
     lm_head: torch.Tensor | None = None
     if split.is_first:
         lm_head = embed if config.tied_embeddings else empty(config.vocab_size, config.hidden_size)
         if not config.tied_embeddings:
             destinations["lm_head.weight"] = take_all(lm_head)
-    for index, layer in enumerate(layers):
-        for name, destination in _layer_destinations(config, own, index, layer, split):
-            destinations[f"model.layers.{index}.{name.removeprefix('.')}"] = destination
     inputs: InputWeights | None = None
     if config.layer_inputs is not None:
         inputs = allocate_inputs(config.layer_inputs, config.num_layers, config.hidden_size, empty)
         destinations |= {f"model.{name}": destination for name, destination in input_destinations(inputs)}
-    stored = {_stored_name(name, config.family): destination for name, destination in destinations.items()}
-    return DecoderWeights(embed, layers, norm, None if lm_head is None else LinearWeight(lm_head), inputs), stored
+    head = None if lm_head is None else LinearWeight(lm_head)
+    return DecoderWeights(embed, [], norm, head, inputs), _as_stored(destinations, config)
+
+
+def _as_stored(destinations: Destinations, config: ModelConfig) -> Destinations:
+    return {_stored_name(name, config.family): destination for name, destination in destinations.items()}
 
 
 def _stored_name(name: str, family: str) -> str:
     for own, other in FAMILIES[family].stored_names.items():
         name = name.replace(own, other)
     return name
-
-
-def biases_added_up(weights: DecoderWeights) -> Iterator[torch.Tensor]:
-    """The biases of what is added up over the ranks: one rank has to add them, and no other."""
-    for layer in weights.layers:
-        members: tuple[MlpWeights, ...] = (layer.mlp,) if isinstance(layer.mlp, MlpWeights) else ()
-        if isinstance(layer.mlp, ExpertWeights):
-            beside = None if layer.mlp.beside is None else layer.mlp.beside.mlp
-            members = (*layer.mlp.experts, *(each for each in (layer.mlp.shared, beside) if each is not None))
-        for weight in (layer.o, *(member.down for member in members)):
-            if weight is not None and weight.bias is not None:
-                yield weight.bias
-
-
-def list_norms(weights: DecoderWeights) -> Iterator[torch.Tensor]:
-    """Every norm's weight."""
-    yield weights.norm
-    for layer in weights.layers:
-        latent = () if layer.latent is None else (layer.latent.query_norm, layer.latent.norm)
-        norms = (*latent, layer.input_norm, layer.post_norm, layer.qk_norm, layer.attention_out_norm, layer.mlp_out_norm)
-        yield from (norm for norm in norms if norm is not None)
-
-
-def pair_rotated(config: ModelConfig, weights: DecoderWeights) -> None:
-    """Bring the dimensions of queries and keys into the order of rotated_order, where only a part of each head is rotated."""
-    if config.latent is not None:
-        if config.latent.are_sides:
-            _pair_latents(config.latent.widths, weights)
-        return
-    rotated_dim = config.rope.rotated_dim(config.head_dim)
-    if rotated_dim == config.head_dim and not config.pairs_sides:
-        return
-    order = _from_sides(config.head_dim) if config.pairs_sides else rotated_order(config.head_dim, rotated_dim)
-    num_rows = (config.num_heads + config.num_kv_heads) * config.head_dim
-    for layer in weights.layers:
-        if layer.mixer is not None:
-            continue
-        assert isinstance(layer.qkv, LinearWeight) and config.qk_norm != "whole", "no such family"
-        if layer.qk_norm is not None:
-            layer.qk_norm.copy_(layer.qk_norm[:, order.to(layer.qk_norm.device)])
-        for stored in (layer.qkv.data, layer.qkv.bias):
-            if stored is not None:
-                heads = stored[:num_rows].unflatten(0, (-1, config.head_dim))
-                heads.copy_(heads[:, order.to(heads.device)])
-
-
-def _from_sides(num_dims: int) -> torch.Tensor:
-    """Where each of these dimensions comes from, so that pairs that are stored side by side are half of them apart."""
-    return torch.arange(num_dims).view(-1, 2).T.flatten()
-
-
-def _pair_latents(widths: LatentWidths, weights: DecoderWeights) -> None:
-    """Bring dimensions that are stored in pairs side by side half a head apart: all first ones, then all second ones."""
-    order = _from_sides(widths.rope)
-    for layer in weights.layers:
-        assert layer.latent is not None and isinstance(layer.latent.down, LinearWeight)
-        down, query_up = layer.latent.down, layer.latent.query_up
-        num_query = down.data.shape[0] - widths.latent - widths.rope
-        assert query_up is None or isinstance(query_up, LinearWeight)
-        queries = down.data[:num_query] if query_up is None else query_up.data
-        heads = queries.unflatten(0, (-1, widths.key + widths.rope))[:, widths.key :]
-        turned = [heads.transpose(0, 1), down.data[-widths.rope :]]
-        turned += [] if down.bias is None else [down.bias[-widths.rope :]]
-        for each in turned:
-            each.copy_(each[order.to(each.device)])
 
 
 def _allocate_mlp(config: ModelConfig, width: int, empty: Empty) -> MlpWeights:
@@ -186,7 +121,6 @@ def _allocate_latent(config: ModelConfig, latent: LatentConfig, empty: Empty) ->
 
 
 def _allocate_experts(config: ModelConfig, index: int, empty: Empty) -> ExpertWeights:
-    """Each expert is a view of all of them, which lie in one tensor."""
     experts, stored = config.experts, FAMILIES[config.family].experts
     assert experts is not None and stored is not None, "these layers come from that family"
     num, hidden, inner, latent = experts.num_experts, config.hidden_size, experts.intermediate_size, experts.latent_size
@@ -194,16 +128,12 @@ def _allocate_experts(config: ModelConfig, index: int, empty: Empty) -> ExpertWe
     def stack(num_out: int, num_in: int) -> LinearWeight:
         return LinearWeight(empty(num, num_out, num_in), empty(num, num_out) if stored.has_bias else None)
 
-    def take_one(weight: LinearWeight, index: int) -> LinearWeight:
-        return LinearWeight(weight.data[index], None if weight.bias is None else weight.bias[index])
-
     stacked = StackedExperts(stack((2 if config.has_gates else 1) * inner, latent or hidden), stack(latent or hidden, inner))
     beside: BesideWeights | None = None
     if experts.are_beside:
         beside = BesideWeights(_allocate_mlp(config, config.mlp_width(index), empty), *(empty(hidden) for _ in range(4)))
     return ExpertWeights(
         router=LinearWeight(empty(num, hidden), empty(num) if stored.has_bias else None),
-        experts=tuple(MlpWeights(take_one(stacked.gate_up, index), take_one(stacked.down, index)) for index in range(num)),
         routing=experts.routing,
         correction=empty(num).float() if stored.routing.has_correction else None,
         shared=_allocate_mlp(config, experts.shared_size, empty) if experts.shared_size else None,
@@ -320,12 +250,12 @@ def _mlp_destinations(
                 yield from by_outputs(weight, [(f"{stored.block}.{name}", *whole_range(len(weight.data)))], "")
         if mlp.shared_gate is not None:
             yield f"{stored.block}.{stored.shared_gate}.weight", take_all(mlp.shared_gate.data)
+        assert mlp.stacked is not None, "nothing is packed yet"
         if stored.form != "single" and not config.experts.are_apart:
-            assert mlp.stacked is not None, "nothing is packed yet"
             yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
             return
         names = stored.projections
-        members = {f"{stored.block}.experts.{index}": expert for index, expert in enumerate(mlp.experts)}
+        members = {f"{stored.block}.experts.{index}": expert for index, expert in enumerate(mlp.stacked.list_experts())}
     for place, member in members.items():
         yield from _mlp_parts(member, place, names, width, split.of(width), FAMILIES[config.family].is_fused)
 
@@ -369,6 +299,7 @@ def _stacked_destinations(
 
     own: of the experts' width, those of the rank.
     """
+    assert isinstance(stacked.gate_up, LinearWeight) and isinstance(stacked.down, LinearWeight), "nothing is quantised yet"
     gate_up, _, down = stored.projections
     if stored.form == "outputs_first":
         num, hidden, _ = stacked.down.data.shape

@@ -139,7 +139,7 @@ def test_all_shards_count(tmp_path: Path) -> None:
     index = {"weight_map": {name: file for file, tensors in shards.items() for name in tensors}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     memory = model_memory(config_of(tmp_path))
-    assert (memory.weights, memory.largest_tensor) == (3 * (5 + 7) * 4, 3 * 7 * 2)
+    assert (memory.weights, memory.beside) == (3 * (5 + 7) * 4, 3 * 7 * 2)
 
 
 def test_a_device_that_is_not_there_is_not_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,12 +80,18 @@ def test_the_cache_keeps_each_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_they_are_for_a_cpu_and_never_a_config_s_choice(bits: str) -> None:
-    assert dtype_name("bfloat16", "cpu", bits, has_bfloat16=True) == bits
+def test_all_else_is_float32_on_a_cpu_and_as_stored_on_a_device(bits: str) -> None:
+    assert dtype_name("bfloat16", "cpu", bits, has_bfloat16=True) == "float32"
+    assert dtype_name("float16", "cuda", bits, has_bfloat16=True) == "float16"
+    assert dtype_name(None, "cuda", bits, has_bfloat16=True) == "bfloat16"
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_they_are_never_a_config_s_choice(bits: str) -> None:
     assert dtype_name(bits, "cpu", "auto", has_bfloat16=True) == "float32"
-    for device, choice in (("cuda", bits), ("cuda", "auto")):
-        with pytest.raises(UnsupportedModelError, match=f"{bits} on cuda"):
-            dtype_name(bits, device, choice, has_bfloat16=True)
+    for choice in (bits, "auto"):
+        with pytest.raises(UnsupportedModelError, match=f"dtype '{bits}' is not supported"):
+            dtype_name(bits, "cuda", choice, has_bfloat16=True)
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
