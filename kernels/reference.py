@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .activations.linear_integers import IntegerWeight
 from .attention.retention import Retention
 from .types import ConvInputs, CountedTensors, DeltaInputs, DeltaState, LinearWeight, StateChunks, StateRows
 
@@ -166,6 +167,19 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     """Reference of linear.linear, for a weight that is not packed."""
     product = x.double() @ weight.data.double().T
     return (product if weight.bias is None else product + weight.bias.double()).to(x.dtype)
+
+
+def restore_integers(weight: IntegerWeight) -> LinearWeight:
+    """The dense weights [O, I] or [E, O, I] in float64 that integers on a device stand for."""
+    bits, words, scales, lows, factors = weight.blocks
+    columns = []
+    for column in range(weight.in_features):
+        slab, place = divmod(column // 16, 32 // bits)
+        integers = words[..., slab, :, column % 16] >> place * bits & (1 << bits) - 1
+        pair, half = column // 64, column // 32 % 2
+        low = -128 * scales[..., pair, :, half].double() if lows is None else lows[..., pair, :, half].double()
+        columns.append((integers * scales[..., pair, :, half].double() + low) * factors.double())
+    return LinearWeight(torch.stack(columns, -1), weight.bias)
 
 
 def grouped_linear(x: torch.Tensor, weight: LinearWeight, starts: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,15 @@ import itertools
 import torch
 
 from ..checks import on_cuda, require
+from ..device_integers import DeviceIntegers
 from ..types import LinearWeight
+from .linear_integers import IntegerWeight, require_rows
 
 _OP = "grouped_linear"
 
 
-def grouped_linear(x: torch.Tensor, weight: LinearWeight, starts: torch.Tensor) -> torch.Tensor:
-    """Return [N, O]: row r of group g is x[r] W[g]^T + b[g].
+def grouped_linear(x: torch.Tensor, weight: LinearWeight | IntegerWeight, starts: torch.Tensor) -> torch.Tensor:
+    """Return [N, O]: row r of group g is x[r] W[g]^T + b[g]; with an IntegerWeight, on CUDA alone, about that.
 
     Args:
         x: [N, I], contiguous, the rows of group 0 first.
@@ -22,13 +24,14 @@ def grouped_linear(x: torch.Tensor, weight: LinearWeight, starts: torch.Tensor) 
         KernelArgumentError: shapes, strides or dtypes that do not fit.
         UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
+    if isinstance(weight, IntegerWeight):
+        return _multiply_integers(x, weight, starts)
     cuda = on_cuda(_OP, x)
     data, bias = weight.data, weight.bias
     fits = data.dim() == 3 and x.dim() == 2 and x.shape[1] == data.shape[2] and x.dtype == data.dtype and not weight.packed
     require(fits, _OP, "x", "{} {} does not fit {} {}", x.dtype, x.shape, data.dtype, data.shape)
     require(bias is None or bias.shape == data.shape[:2], _OP, "weight", "needs a bias of {}", data.shape[:2])
-    fits = starts.shape == (data.shape[0] + 1,) and starts.dtype is torch.int32
-    require(fits, _OP, "starts", "must be int32 [{}], is {} {}", data.shape[0] + 1, starts.dtype, starts.shape)
+    _require_starts(starts, len(data))
     if cuda:
         from ..gpu.grouped_linear import grouped_linear as on_device
 
@@ -44,3 +47,19 @@ def grouped_linear(x: torch.Tensor, weight: LinearWeight, starts: torch.Tensor) 
             own_bias = None if bias is None else bias[group]
             out[first:last] = torch.nn.functional.linear(x[first:last], data[group], own_bias)
     return out
+
+
+def _require_starts(starts: torch.Tensor, num_groups: int) -> None:
+    fits = starts.shape == (num_groups + 1,) and starts.dtype is torch.int32
+    require(fits, _OP, "starts", "must be int32 [{}], is {} {}", num_groups + 1, starts.dtype, starts.shape)
+
+
+def _multiply_integers(x: torch.Tensor, weight: IntegerWeight, starts: torch.Tensor) -> torch.Tensor:
+    blocks = weight.blocks
+    require(isinstance(blocks, DeviceIntegers) and blocks.is_stacked, _OP, "weight", "of integers must be several, on CUDA")
+    require(x.dim() == 2 and x.is_contiguous(), _OP, "x", "must be contiguous, of two dimensions, is {}", x.shape)
+    require_rows(_OP, x, weight)
+    _require_starts(starts, len(blocks.factors))
+    from ..gpu.integer_linear import integer_linear
+
+    return integer_linear(x, blocks, weight.bias, starts)

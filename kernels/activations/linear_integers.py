@@ -1,13 +1,16 @@
-"""linear_integers: x W^T + b with products of integers, for a CPU.
+"""linear_integers: x W^T + b with a weight of integers.
 
 Weights are quantised once, to 8 or 4 bits, in groups of 32 inputs of an output, as llama.cpp's Q8_0 and Q4_1 are. A weight of 4
-bits that lies on such a grid already, as one restored from a checkpoint in 4 bits does, is found there again. Activations are
-quantised to 8 bits in every call, in groups of 32 inputs of a row, so that one large number costs its own group alone its
-precision, and a row's result does not depend on the rows beside it. What comes out is float32, the same on all processors. The
-compiled kernels multiply; there is no other way.
+bits that lies on such a grid already, as one restored from a checkpoint in 4 bits does, is found there again.
+
+On a CPU products are of integers: activations are quantised to 8 bits in every call, in groups of 32 inputs of a row, so that
+one large number costs its own group alone its precision, and a row's result does not depend on the rows beside it. What comes
+out is float32, the same on all processors. The compiled kernels multiply; there is no other way.
+
+On CUDA activations stay as they are, and weights are restored to their type in registers, next to the multiplication.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
@@ -15,9 +18,10 @@ from typing import Final, Literal
 import torch
 from torch.nn import functional
 
-from ..checks import require
+from ..checks import on_cuda, require
 from ..cpu import compiled
 from ..cpu.products import GROUP, IntegerBlocks, multiply_integers, pack_integers
+from ..device_integers import DeviceIntegers, allocate_integers
 from ..errors import UnsupportedDeviceError
 from ..types import LinearWeight
 
@@ -30,40 +34,71 @@ _MOSTLY: Final = 0.5
 _LEAST_FACTOR: Final = 1e-30  # of an output of zeros
 _LOWS_TO_SCALES: Final = 1024  # so many times a row's greatest scale a low is at most: what halves can say of both
 _ROWS_AT_A_TIME: Final = 1024
+_THERE: Final = (torch.float32, torch.float16, torch.bfloat16)  # what weights and rows may be on CUDA
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight:
-    """A quantised weight; bias: float32 [out_features] or None."""
+    """A quantised weight, or on CUDA several for grouped_linear.
 
-    blocks: IntegerBlocks
+    bias: [out_features], on a CPU float32, or of several weights [E, out_features]; None: there is none.
+    """
+
+    blocks: IntegerBlocks | DeviceIntegers
     bias: torch.Tensor | None
     in_features: int
     out_features: int
 
 
 def quantise_linear(weight: LinearWeight, bits: Literal[8, 4]) -> IntegerWeight:
-    """Quantise a dense float32 weight, which may be dropped then.
+    """Quantise a dense weight where it is; it may be dropped then.
+
+    Args:
+        weight: float32 [O, I]. On CUDA also of 16 bits, and [E, O, I] for grouped_linear, with a bias [E, O] or none.
+        bits: of an integer.
 
     Raises:
-        KernelArgumentError: another dtype, packed already, or a weight that is not finite.
-        UnsupportedDeviceError: not on a CPU, or the compiled kernels are off.
+        KernelArgumentError: another dtype or shape, packed already, or a weight that is not finite.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA, or on a CPU whose compiled kernels are off.
     """
     data = weight.data
-    if not data.is_cpu:
-        raise UnsupportedDeviceError(_OP, str(data.device))
-    require(data.dtype is torch.float32 and not weight.packed, _OP, "weight", "must be dense float32, is {}", data.dtype)
-    require(bool(torch.isfinite(data).all()), _OP, "weight", "must be finite")
+    there = on_cuda(_OP, data)
+    fits = data.dtype in (_THERE if there else _THERE[:1]) and data.dim() in ((2, 3) if there else (2,)) and not weight.packed
+    require(fits, _OP, "weight", "must be dense float32 [O, I], or dense on CUDA, is {} {}", data.dtype, data.shape)
+    is_finite = [torch.isfinite(rows).all() for rows in data.flatten(0, -2).split(_ROWS_AT_A_TIME)]
+    require(bool(torch.stack(is_finite).all()), _OP, "weight", "must be finite")
+    num_out, num_in = data.shape[-2:]
+    if there:
+        blocks = allocate_integers(bits, data.shape, data.device)
+        parts = [blocks.of_expert(expert) for expert in range(len(data))] if blocks.is_stacked else [blocks]
+        for own, part in zip(data if blocks.is_stacked else [data], parts, strict=True):
+            for index, found in enumerate(_quantise(own, bits)):
+                part.write(index * _ROWS_AT_A_TIME, *found)
+        bias = None if weight.bias is None else weight.bias.contiguous()
+        return IntegerWeight(blocks, bias, num_in, num_out)
     if not compiled.serves(data):
         raise UnsupportedDeviceError(_OP, "cpu, without the compiled kernels")
-    groups = functional.pad(data, (0, -data.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    quantise = _quantise_8 if bits == 8 else partial(_quantise_4, num_steps=_choose_steps(groups))
-    parts = (quantise(rows) for rows in groups.split(_ROWS_AT_A_TIME))
-    integers, scales, lows, factors = map(torch.cat, zip(*parts, strict=True))
-    return IntegerWeight(pack_integers(bits, integers, scales, lows, factors), weight.bias, data.shape[1], data.shape[0])
+    return IntegerWeight(
+        pack_integers(bits, *map(torch.cat, zip(*_quantise(data, bits), strict=True))), weight.bias, num_in, num_out
+    )
 
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _quantise(data: torch.Tensor, bits: Literal[8, 4]) -> Iterator[_Parts]:
+    """What becomes of a weight [O, I], _ROWS_AT_A_TIME outputs at a time: there is never all of it in float32."""
+    if bits == 8:
+        quantise = _quantise_8
+    else:
+        sample = data[:: max(len(data) // _SAMPLE, 1)]
+        quantise = partial(_quantise_4, num_steps=_choose_steps(_in_groups(sample)))
+    return (quantise(_in_groups(rows)) for rows in data.split(_ROWS_AT_A_TIME))
+
+
+def _in_groups(rows: torch.Tensor) -> torch.Tensor:
+    """Float32 [R, groups, GROUP] of rows [R, I], padded with zeros."""
+    return functional.pad(rows.float(), (0, -rows.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
 
 
 def _quantise_8(groups: torch.Tensor) -> _Parts:
@@ -105,30 +140,47 @@ def _fit_grid(
 
 
 def _choose_steps(groups: torch.Tensor) -> Sequence[int]:
-    """The grids that are worth trying for weights [O, groups, GROUP]: all, if a sample of them lies on such ones."""
-    sample = groups[:: max(len(groups) // _SAMPLE, 1)]
-    flat = sample.flatten(0, 1)
+    """The grids that are worth trying for a weight with such groups [O, groups, GROUP]: all, if they lie on such ones."""
+    flat = groups.flatten(0, 1)
     low, high = flat.aminmax(dim=1)
-    width, is_on = high - low, torch.zeros(len(flat), dtype=torch.bool)
+    width, is_on = high - low, torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
     for count in _STEPS:
         is_on |= _fit_grid(flat, low, width, width.clamp(min=_LEAST_FACTOR), count)[2] <= _ON_GRID
     return _STEPS if float(is_on.float().mean()) > _MOSTLY else _STEPS[:1]
 
 
 def _half_up(numbers: torch.Tensor) -> torch.Tensor:
-    """The halves at or above them, as float32, so that no weight is beyond the last step."""
+    """The halves at or above them, of which none is negative, as float32, so that no weight is beyond the last step."""
     halves = numbers.half()
-    return torch.where(halves.float() < numbers, torch.nextafter(halves, halves.new_tensor(torch.inf)), halves).float()
+    return (halves.view(torch.int16) + (halves.float() < numbers)).view(torch.float16).float()
 
 
 def linear_integers(x: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
-    """Return about x W^T + b, float32 [..., out_features] for float32 x [..., in_features].
+    """Return about x W^T + b, [..., out_features] for x [..., in_features], in x's dtype.
 
     A row of x that is not finite gives a row that is not.
 
+    Args:
+        x: where the weight is: on a CPU float32, on CUDA float16, bfloat16 or float32.
+        weight: of one product.
+
     Raises:
-        KernelArgumentError: shapes or dtypes that do not fit.
+        KernelArgumentError: shapes, dtypes or devices that do not fit.
     """
-    fits = x.shape[-1] == weight.in_features and x.dtype is torch.float32
-    require(fits, _OP, "x", "{} {} does not fit {} inputs", x.dtype, x.shape, weight.in_features)
-    return multiply_integers(x.contiguous(), weight.blocks, weight.bias)
+    require_rows(_OP, x, weight)
+    blocks = weight.blocks
+    if isinstance(blocks, IntegerBlocks):
+        return multiply_integers(x.contiguous(), blocks, weight.bias)
+    require(not blocks.is_stacked, _OP, "weight", "must be one, not {}", len(blocks.factors))
+    from ..gpu.integer_linear import integer_linear
+
+    rows = x.reshape(-1, weight.in_features).contiguous()
+    return integer_linear(rows, blocks, weight.bias).view(*x.shape[:-1], weight.out_features)
+
+
+def require_rows(op: str, x: torch.Tensor, weight: IntegerWeight) -> None:
+    """Raise KernelArgumentError unless x [..., in_features] is where the weight is, in a dtype that is multiplied there."""
+    there = isinstance(weight.blocks, DeviceIntegers)
+    fits = x.shape[-1] == weight.in_features and x.dtype in (_THERE if there else _THERE[:1]) and x.is_cuda == there
+    problem = "{} {} does not fit {} inputs of integers on {}"
+    require(fits, op, "x", problem, x.dtype, x.shape, weight.in_features, "CUDA" if there else "a CPU, where it is float32")

@@ -13,11 +13,11 @@ from .attention_tiles import COMPUTE_TYPES
 from .sizes import cdiv
 from .variants import group_rows
 
-_GROUPS_AT_ONCE = 256
+GROUPS_AT_ONCE = 256
 
 
 @triton.jit
-def _find_group(starts_ptr, num_groups, program, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+def find_group(starts_ptr, num_groups, program, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """The group of a program: group g has the programs from starts[g] // ROWS + g on, at least as many as it needs."""
     num_begun = 0
     for first in range(0, num_groups, GROUPS):
@@ -45,7 +45,7 @@ def grouped_linear_kernel(
 ):
     """ROWS rows of one group by COLS outputs, DEPTH inputs at a time."""
     program = tl.program_id(0)
-    group = _find_group(starts_ptr, num_groups, program, ROWS, GROUPS)
+    group = find_group(starts_ptr, num_groups, program, ROWS, GROUPS)
     start, end = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
     first = start + (program - start // ROWS - group) * ROWS
     if first >= end:
@@ -89,7 +89,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         ROWS=rows,
         COLS=cols,
         DEPTH=64,
-        GROUPS=_GROUPS_AT_ONCE,
+        GROUPS=GROUPS_AT_ONCE,
         COMPUTE=COMPUTE_TYPES[x.dtype],
         num_warps=8 if rows == 128 else 4,
         num_stages=4,

@@ -14,6 +14,9 @@ MANY_STORED = 1024  # tokens; from here on a program of store_kv takes several: 
 _FEW_QUERIES, _MANY_QUERIES = 64, 128  # rows of a program of prefill
 _MANY_TOKENS = 1024  # of a sequence in a prefill
 _GROUP_ROWS = (16, 32, 64, 128)  # rows of a program of grouped_linear
+MOST_SPLITS = 16  # of a product over its inputs
+_ENOUGH_PROGRAMS = {16: 384, 32: 384, 64: 384, 128: 256}  # by rows: three or two to a multiprocessor
+_FEWEST_SLABS = 8  # of a split
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +68,8 @@ def group_rows(num_rows: int, num_groups: int) -> int:
 def group_tokens(num_groups: int, rows_per_token: int) -> list[int]:
     """The fewest tokens for each number of rows that group_rows gives, where each token has so many rows."""
     return [1, *(rows * num_groups // rows_per_token + 1 for rows in _GROUP_ROWS[:-1])]
+
+
+def num_splits(rows: int, num_programs: int, num_slabs: int) -> int:
+    """Parts of the inputs of a product whose tiles have so many rows. If any number of rows has several, one row has."""
+    return max(min(_ENOUGH_PROGRAMS[rows] // num_programs, num_slabs // _FEWEST_SLABS, MOST_SPLITS), 1)

@@ -28,7 +28,7 @@ def groups_of(*counts):
     ],
 )
 def test_every_row_meets_the_weight_of_its_group(path, monkeypatch, dtype, counts, num_in, num_out):
-    monkeypatch.setattr("kvkeeper.kernels.gpu.grouped_linear._GROUPS_AT_ONCE", 4)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.grouped_linear.GROUPS_AT_ONCE", 4)
     for bias in (None, torch.randn(len(counts), num_out).to(dtype)):
         x, data = ((torch.randn(shape) / 3).to(dtype) for shape in ((sum(counts), num_in), (len(counts), num_out, num_in)))
         weight, starts = LinearWeight(data, bias), groups_of(*counts)

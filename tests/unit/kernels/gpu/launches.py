@@ -3,18 +3,22 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 
 from kvkeeper.engine_service.model.chunked import decode_in_chunks
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
+from kvkeeper.kernels.activations.linear import linear
+from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.attention.latent_attention import latent_attention_decode, latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
+from kvkeeper.kernels.device_integers import DeviceIntegers, allocate_integers
 from kvkeeper.kernels.find_likeliest import find_likeliest
 from kvkeeper.kernels.gpu import decode_work
 from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
@@ -45,7 +49,7 @@ from kvkeeper.kernels.types import (
     StateChunks,
     StateRows,
 )
-from tests.unit.kernels.gpu.pretend import nowhere
+from tests.unit.kernels.gpu.pretend import PretendCuda, nowhere
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -133,6 +137,23 @@ def _group(num_rows: int, dtype: torch.dtype) -> None:
         weight = LinearWeight(nowhere(32, num_out, num_in, dtype=dtype), nowhere(32, num_out, dtype=dtype))
         grouped_linear(nowhere(num_rows, num_in, dtype=dtype), weight, starts)
     clamped_swiglu(nowhere(num_rows, 2 * hidden, dtype=dtype), 1.702, 7.0)
+
+
+def integers_of(bits: Literal[8, 4], *shape: int) -> IntegerWeight:
+    """A weight [O, I] of integers, or several [E, O, I], with biases."""
+    blocks = allocate_integers(bits, torch.Size(shape), torch.device("meta"))
+    there = (None if each is None else each.as_subclass(PretendCuda) for each in blocks[1:])
+    return IntegerWeight(DeviceIntegers(bits, *there), nowhere(*shape[:-1]), shape[-1], shape[-2])
+
+
+def _integers(num_rows: int, bits: Literal[8, 4], dtype: torch.dtype) -> None:
+    """The last product of an MLP of Llama-3.1-8B."""
+    linear(nowhere(num_rows, 14336, dtype=dtype), integers_of(bits, 4096, 14336))
+
+
+def _group_integers(num_rows: int, bits: Literal[8, 4], dtype: torch.dtype) -> None:
+    """The last products of the experts of gpt-oss."""
+    grouped_linear(nowhere(num_rows, 2880, dtype=dtype), integers_of(bits, 32, 2880, 2880), _ints(33))
 
 
 def _latent(
@@ -302,6 +323,12 @@ _add("decode chunks", _attend_chunks, 8, 4096)
 for num_rows in (64, 1024, 32768):
     _add(f"experts of {num_rows} rows bf16", _group, num_rows, torch.bfloat16)
 _add("experts of 1024 rows fp16", _group, 1024, torch.float16)
+for bits in (8, 4):
+    for num_rows in (1, 64, 4096):
+        _add(f"integers int{bits} of {num_rows} rows bf16", _integers, num_rows, bits, torch.bfloat16)
+    for num_rows in (64, 32768):
+        _add(f"experts int{bits} of {num_rows} rows bf16", _group_integers, num_rows, bits, torch.bfloat16)
+_add("integers int4 of 1 rows fp16", _integers, 1, 4, torch.float16)
 _LATENTS = ((128, 512, 64, "bf16"), (16, 512, 64, "bf16"), (40, 256, 32, "bf16"), (128, 512, 64, "fp16"))
 for num_heads, latent, rope, label in _LATENTS[:3]:
     options = {"num_seqs": 1, "num_queries": 17}
@@ -321,6 +348,8 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "prefill": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (17, 64, 999, 4096) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
+    "integers": (3, [partial(_integers, n, 4, torch.bfloat16) for n in (1, 4, 16, 500, 700, 5000)]),
+    "experts of integers": (2, [partial(_group_integers, n, 8, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
     "latents": (7, [partial(_latent, 128, 512, 64, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),
     "stored": (3, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w, num_queries=t)

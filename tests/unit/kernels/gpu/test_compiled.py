@@ -104,6 +104,13 @@ def test_experts_multiply_matrices_and_read_ahead(kernels):
         assert figures["wgmma" if "32768" in launch else "mma"] and figures["cp.async"], (launch, figures)
 
 
+def test_products_with_integers_multiply_what_is_in_registers_and_read_ahead(kernels):
+    products = [(launch, figures) for launch, figures in kernels if figures["kernel"] == "integer_linear_kernel"]
+    assert products
+    for launch, figures in products:
+        assert figures["wgmma"] and figures["cp.async"] and not figures["mma"], (launch, figures)
+
+
 def test_attention_over_latents_multiplies_matrices_and_reads_ahead(kernels):
     """Many heads by the instructions of whole warp groups."""
     attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == "latent_attention_kernel"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
+from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.attention.latent_attention import latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
@@ -16,7 +17,7 @@ from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.types import LinearWeight, QuantisedRows
 from tests.support.slices import todays
-from tests.unit.kernels.gpu.launches import VARIANTS
+from tests.unit.kernels.gpu.launches import VARIANTS, integers_of
 from tests.unit.kernels.gpu.pretend import nowhere
 from tests.unit.kernels.gpu.specialised import note_launches
 
@@ -112,6 +113,20 @@ def test_few_steps_reach_all_variants_of_grouped_products(experts, monkeypatch):
     assert fewest == group_tokens(num_experts, num_chosen)
     grouped_linear(nowhere(9999 * num_chosen, 64), weight, starts)
     assert len(seen) == len(fewest)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "shape", todays([(64, 64), (4096, 14336), (28672, 4096), (16384, 2048), (16385, 4096), (2880, 2880)], 3)
+)
+def test_few_steps_reach_all_variants_of_products_with_integers(shape, bits, monkeypatch):
+    weight, seen, fewest = integers_of(bits, *shape), note_launches(monkeypatch), []
+    for num_rows in (*range(1, 140), 256, 300, 512, 2048, 2049, 9999):
+        before = len(seen)
+        linear(nowhere(num_rows, shape[1]), weight)
+        if len(seen) > before:
+            fewest.append(num_rows)
+    assert fewest == group_tokens(1, 1)
 
 
 def test_a_store_has_one_variant_for_few_tokens_and_one_for_many(monkeypatch):
