@@ -25,13 +25,17 @@ WEIGHT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "f
 _LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
+def _allocate(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 class Filling:
     """The weights of one load."""
 
     def __init__(self, config: ModelConfig, split: Split, dtype: torch.dtype, device: torch.device, packing: Packing) -> None:
         """config: of the whole model. Raises UnsupportedModelError where it cannot be split so."""
         self._config, self._split, self._packing = config, split, packing
-        self._empty = partial(torch.empty, dtype=dtype, device=device)
+        self._empty = partial(_allocate, dtype=dtype, device=device)
         self._rest, self._wanted = allocate_rest(config, split, self._empty)
         self._begun: dict[int, tuple[LayerWeights, dict[str, Destination]]] = {}
         self._finished: dict[int, LayerWeights] = {}
@@ -67,7 +71,7 @@ class Filling:
     def finish(self, model: str) -> DecoderWeights:
         """The weights, whose layers alone are packed. Raises WeightsError, which names the model, where tensors are missing."""
         missing = [*self._wanted, *(name for _, wanted in self._begun.values() for name in wanted)]
-        on_nothing = partial(torch.empty, device="meta")
+        on_nothing = partial(_allocate, device=torch.device("meta"))
         for index in set(range(self._config.num_layers)) - self._finished.keys() - self._begun.keys():
             missing += allocate_layer(self._config, self._split, index, on_nothing)[1]
         if missing:

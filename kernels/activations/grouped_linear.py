@@ -56,7 +56,9 @@ def _require_starts(starts: torch.Tensor, num_groups: int) -> None:
 
 def _multiply_integers(x: torch.Tensor, weight: IntegerWeight, starts: torch.Tensor) -> torch.Tensor:
     blocks = weight.blocks
-    require(isinstance(blocks, DeviceIntegers) and blocks.is_stacked, _OP, "weight", "of integers must be several, on CUDA")
+    is_there = isinstance(blocks, DeviceIntegers) and blocks.is_stacked
+    require(is_there, _OP, "weight", "of integers must be several, on CUDA")
+    assert isinstance(blocks, DeviceIntegers)
     require(x.dim() == 2 and x.is_contiguous(), _OP, "x", "must be contiguous, of two dimensions, is {}", x.shape)
     require_rows(_OP, x, weight)
     _require_starts(starts, len(blocks.factors))

@@ -10,7 +10,9 @@ out is float32, the same on all processors. The compiled kernels multiply; there
 On CUDA activations stay as they are, and weights are restored to their type in registers, next to the multiplication.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
@@ -20,7 +22,7 @@ from torch.nn import functional
 
 from ..checks import on_cuda, require
 from ..cpu import compiled
-from ..cpu.products import GROUP, IntegerBlocks, multiply_integers, pack_integers
+from ..cpu.products import GROUP, IntegerBlocks, allocate_blocks, multiply_integers
 from ..device_integers import DeviceIntegers, allocate_integers
 from ..errors import UnsupportedDeviceError
 from ..types import LinearWeight
@@ -33,7 +35,8 @@ _SAMPLE: Final = 64  # outputs that say whether weights lie on grids
 _MOSTLY: Final = 0.5
 _LEAST_FACTOR: Final = 1e-30  # of an output of zeros
 _LOWS_TO_SCALES: Final = 1024  # so many times a row's greatest scale a low is at most: what halves can say of both
-_ROWS_AT_A_TIME: Final = 1024
+_AT_A_TIME: Final = {"cpu": 1 << 19, "cuda": 1 << 23}  # weights that are quantised together, about
+_ROWS: Final = 16  # so many rows together, or times as many: all widths of blocks divide it
 _THERE: Final = (torch.float32, torch.float16, torch.bfloat16)  # what weights and rows may be on CUDA
 
 
@@ -65,35 +68,57 @@ def quantise_linear(weight: LinearWeight, bits: Literal[8, 4]) -> IntegerWeight:
     there = on_cuda(_OP, data)
     fits = data.dtype in (_THERE if there else _THERE[:1]) and data.dim() in ((2, 3) if there else (2,)) and not weight.packed
     require(fits, _OP, "weight", "must be dense float32 [O, I], or dense on CUDA, is {} {}", data.dtype, data.shape)
-    is_finite = [torch.isfinite(rows).all() for rows in data.flatten(0, -2).split(_ROWS_AT_A_TIME)]
-    require(bool(torch.stack(is_finite).all()), _OP, "weight", "must be finite")
     num_out, num_in = data.shape[-2:]
+    bias = None if weight.bias is None else weight.bias.contiguous()
     if there:
         blocks = allocate_integers(bits, data.shape, data.device)
         parts = [blocks.of_expert(expert) for expert in range(len(data))] if blocks.is_stacked else [blocks]
         for own, part in zip(data if blocks.is_stacked else [data], parts, strict=True):
-            for index, found in enumerate(_quantise(own, bits)):
-                part.write(index * _ROWS_AT_A_TIME, *found)
-        bias = None if weight.bias is None else weight.bias.contiguous()
+            for write in _quantised(own, part):
+                write()
         return IntegerWeight(blocks, bias, num_in, num_out)
     if not compiled.serves(data):
         raise UnsupportedDeviceError(_OP, "cpu, without the compiled kernels")
-    return IntegerWeight(
-        pack_integers(bits, *map(torch.cat, zip(*_quantise(data, bits), strict=True))), weight.bias, num_in, num_out
-    )
+    here = allocate_blocks(bits, num_out, num_in)
+    with _single_threads() as pool:
+        for done in [pool.submit(write) for write in _quantised(data, here)]:
+            done.result()
+    return IntegerWeight(here, bias, num_in, num_out)
 
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _quantise(data: torch.Tensor, bits: Literal[8, 4]) -> Iterator[_Parts]:
-    """What becomes of a weight [O, I], _ROWS_AT_A_TIME outputs at a time: there is never all of it in float32."""
-    if bits == 8:
-        quantise = _quantise_8
+def _quantised(data: torch.Tensor, blocks: IntegerBlocks | DeviceIntegers) -> Iterator[Callable[[], None]]:
+    """Calls that each quantise some outputs of a weight [O, I]: there is never all of it in float32."""
+    if blocks.bits == 8:
+        quantise: Callable[[torch.Tensor], _Parts] = _quantise_8
     else:
         sample = data[:: max(len(data) // _SAMPLE, 1)]
         quantise = partial(_quantise_4, num_steps=_choose_steps(_in_groups(sample)))
-    return (quantise(_in_groups(rows)) for rows in data.split(_ROWS_AT_A_TIME))
+
+    def write(index: int, rows: torch.Tensor) -> None:
+        require(bool(torch.isfinite(rows).all()), _OP, "weight", "must be finite")
+        blocks.write(index * num_rows, *quantise(_in_groups(rows)))
+
+    num_rows = max(_AT_A_TIME["cuda" if data.is_cuda else "cpu"] // data.shape[1] // _ROWS, 1) * _ROWS
+    return (partial(write, *each) for each in enumerate(data.split(num_rows)))
+
+
+@contextmanager
+def _single_threads() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as torch has, each of which computes its operations alone.
+
+    Where operations are short, the threads of one wait for the slowest of them each time: on two processors that others use as
+    well, ten times as long as they compute (measured). Several calls side by side wait for nothing.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _in_groups(rows: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,36 @@ class IntegerBlocks(NamedTuple):
     blocks: torch.Tensor
     factors: torch.Tensor
 
+    def write(
+        self, first: int, integers: torch.Tensor, scales: torch.Tensor, lows: torch.Tensor, factors: torch.Tensor
+    ) -> None:
+        """Set R outputs from `first` on, which the width divides: integers int8 [R, groups, GROUP].
+
+        scales, lows: [R, groups]. The lows of 8 bits are 0, and not kept.
+        """
+        width, num_groups = _width(), self.blocks.shape[1]
+        padded = functional.pad(integers, (0, 0, 0, 0, 0, -len(integers) % width))
+        steps = padded.view(-1, width, num_groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+        if self.bits == 4:
+            steps = steps[:, :, 0::2] | steps[:, :, 1::2] << 4
+        terms = [_pack_halves(each, width) for each in ((scales,) if self.bits == 8 else (scales, lows))]
+        own = self.blocks[first // width :][: len(padded) // width]
+        torch.cat((steps.flatten(2).view(torch.uint8), *terms), 2, out=own)
+        self.factors[first : first + len(factors)] = factors
+
+
+def allocate_blocks(bits: Literal[8, 4], num_out: int, num_in: int) -> IntegerBlocks:
+    """Memory for a weight [O, I]."""
+    width, num_groups = _width(), -(-num_in // GROUP)
+    group_bytes = width * (GROUP * bits // 8 + (2 if bits == 8 else 4))
+    blocks = torch.empty((-(-num_out // width), num_groups, group_bytes), dtype=torch.uint8)
+    return IntegerBlocks(bits, blocks, torch.empty(num_out))
+
+
+def _width() -> int:
+    width: int = load_kernels("integer_kernels", "").WIDTH
+    return width
+
 
 def multiply(x: torch.Tensor, blocks: RowBlocks, bias: torch.Tensor | None, num_out: int) -> torch.Tensor:
     """x W^T + bias, [..., num_out] of x [..., I], contiguous, of float32 or bfloat16."""
@@ -47,21 +77,6 @@ def multiply(x: torch.Tensor, blocks: RowBlocks, bias: torch.Tensor | None, num_
         bias_at = 0 if bias is None else bias.data_ptr()
         _multiply(x.dtype, num_in * num_out, x.data_ptr(), num_rows, num_in, *blocks, bias_at, out.data_ptr(), num_out)
     return out
-
-
-def pack_integers(
-    bits: Literal[8, 4], integers: torch.Tensor, scales: torch.Tensor, lows: torch.Tensor, factors: torch.Tensor
-) -> IntegerBlocks:
-    """Lay out a weight of integers int8 [O, groups, GROUP] with scales, and of 4 bits with lows, [O, groups]."""
-    width: int = load_kernels("integer_kernels", "").WIDTH
-    num_out, num_groups, _ = integers.shape
-    padded = functional.pad(integers, (0, 0, 0, 0, 0, -num_out % width))
-    steps = padded.view(-1, width, num_groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if bits == 4:
-        steps = steps[:, :, 0::2] | steps[:, :, 1::2] << 4
-    terms = [_pack_halves(each, width) for each in ((scales,) if bits == 8 else (scales, lows))]
-    blocks = torch.cat((steps.flatten(2).view(torch.uint8), *terms), 2)
-    return IntegerBlocks(bits, blocks, factors)
 
 
 def _pack_halves(numbers: torch.Tensor, width: int) -> torch.Tensor:

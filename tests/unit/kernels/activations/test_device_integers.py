@@ -140,7 +140,7 @@ def test_several_weights_are_each_as_it_is_alone(bits):
 def test_outputs_are_quantised_a_few_at_a_time(bits, monkeypatch):
     data = torch.randn(50, 200)
     at_once = quantised(data, bits)
-    monkeypatch.setattr(linear_integers, "_ROWS_AT_A_TIME", 16)
+    monkeypatch.setattr(linear_integers, "_AT_A_TIME", {"cuda": 16})
     for own, other in zip(quantised(data, bits).blocks[1:], at_once.blocks[1:], strict=True):
         assert own is other is None or torch.equal(own, other)
 
