@@ -7,6 +7,7 @@ import torch
 
 from .activations.linear_integers import IntegerWeight
 from .attention.retention import Retention
+from .device_integers import DeviceIntegers
 from .types import ConvInputs, CountedTensors, DeltaInputs, DeltaState, LinearWeight, StateChunks, StateRows
 
 
@@ -171,6 +172,7 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 
 def restore_integers(weight: IntegerWeight) -> LinearWeight:
     """The dense weights [O, I] or [E, O, I] in float64 that integers on a device stand for."""
+    assert isinstance(weight.blocks, DeviceIntegers)
     bits, words, scales, lows, factors = weight.blocks
     columns = []
     for column in range(weight.in_features):
