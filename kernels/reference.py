@@ -172,7 +172,7 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 
 def restore_integers(weight: IntegerWeight) -> LinearWeight:
     """The dense weights [O, I] or [E, O, I] in float64 that integers on a device stand for."""
-    assert isinstance(weight.blocks, DeviceIntegers), "on a device"
+    assert isinstance(weight.blocks, DeviceIntegers)
     bits, words, scales, lows, factors = weight.blocks
     columns = []
     for column in range(weight.in_features):

@@ -6,6 +6,7 @@ import torch
 
 from ..checks import on_cuda, require
 from ..device_integers import DeviceIntegers
+from ..errors import KernelArgumentError
 from ..types import LinearWeight
 from .linear_integers import IntegerWeight, require_rows
 
@@ -56,9 +57,8 @@ def _require_starts(starts: torch.Tensor, num_groups: int) -> None:
 
 def _multiply_integers(x: torch.Tensor, weight: IntegerWeight, starts: torch.Tensor) -> torch.Tensor:
     blocks = weight.blocks
-    is_there = isinstance(blocks, DeviceIntegers) and blocks.is_stacked
-    require(is_there, _OP, "weight", "of integers must be several, on CUDA")
-    assert isinstance(blocks, DeviceIntegers)
+    if not (isinstance(blocks, DeviceIntegers) and blocks.is_stacked):
+        raise KernelArgumentError(_OP, "weight", "of integers must be several, on CUDA")
     require(x.dim() == 2 and x.is_contiguous(), _OP, "x", "must be contiguous, of two dimensions, is {}", x.shape)
     require_rows(_OP, x, weight)
     _require_starts(starts, len(blocks.factors))

@@ -20,6 +20,7 @@ from .variants import MOST_SPLITS, group_rows, num_splits
 _COLS = 128
 _ROOM = {4: 80 << 10, 8: 110 << 10}  # bytes by warps, so that two or three programs share a multiprocessor
 _MOST_STAGES = 6
+_PARTS: tl.constexpr = tl.constexpr(MOST_SPLITS)
 
 
 @triton.jit
@@ -123,21 +124,11 @@ def integer_linear_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def add_parts_kernel(
-    parts_ptr,
-    factors_ptr,
-    bias_ptr,
-    out_ptr,
-    num_rows,
-    num_parts,
-    NUM_OUT: tl.constexpr,
-    COLS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """COLS outputs of a row from the sums [num_parts, num_rows, NUM_OUT] of at most PARTS programs, added in one order."""
+def add_parts_kernel(parts_ptr, factors_ptr, bias_ptr, out_ptr, num_rows, num_parts, NUM_OUT: tl.constexpr, COLS: tl.constexpr):
+    """COLS outputs of a row from the sums [num_parts, num_rows, NUM_OUT] of several programs, added in one order."""
     row = tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    parts = tl.arange(0, PARTS)
+    parts = tl.arange(0, _PARTS)
     is_col = cols < NUM_OUT
     places = (parts.to(tl.int64) * num_rows + row)[:, None] * NUM_OUT + cols[None, :]
     acc = tl.sum(tl.load(parts_ptr + places, mask=(parts < num_parts)[:, None] & is_col[None, :], other=0.0), 0)
@@ -145,12 +136,6 @@ def add_parts_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols, mask=is_col, other=0.0).to(tl.float32)
     tl.store(out_ptr + row.to(tl.int64) * NUM_OUT + cols, acc.to(out_ptr.dtype.element_ty), mask=is_col)
-
-
-def _stage_bytes(bits: int, input_bytes: int) -> int:
-    """What a stage of the loop reads; input_bytes: of all rows of an input."""
-    num_in = 512 // bits
-    return _COLS * (64 + num_in // 16 * (2 if bits == 4 else 1)) + num_in * input_bytes
 
 
 def integer_linear(
@@ -170,6 +155,7 @@ def integer_linear(
     else:
         num_row_tiles, slabs_each = num_rows // rows + num_groups, num_slabs
     num_parts, num_warps = cdiv(num_slabs, slabs_each), 8 if rows == 128 else 4
+    stage_bytes = _COLS * (80 if weight.bits == 4 else 68) + 512 // weight.bits * rows * x.itemsize
     parts = torch.empty((num_parts if num_parts > 1 else 0, num_rows, num_out), device=x.device)
     lows = None if weight.lows is None else weight.lows.view(torch.int32)
     of_weight = weight.words, weight.scales.view(torch.int32), lows, weight.factors, bias
@@ -183,9 +169,9 @@ def integer_linear(
         GROUPS=GROUPS_AT_ONCE,
         COMPUTE=COMPUTE_TYPES[x.dtype],
         num_warps=num_warps,
-        num_stages=min(_ROOM[num_warps] // _stage_bytes(weight.bits, rows * x.itemsize), _MOST_STAGES),
+        num_stages=min(_ROOM[num_warps] // stage_bytes, _MOST_STAGES),
     )
     if num_parts > 1:
         given = parts, weight.factors, bias, out, num_rows, num_parts
-        add_parts_kernel[num_rows, num_tiles](*given, NUM_OUT=num_out, COLS=_COLS, PARTS=MOST_SPLITS, num_warps=4)
+        add_parts_kernel[num_rows, num_tiles](*given, NUM_OUT=num_out, COLS=_COLS, num_warps=4)
     return out

@@ -97,6 +97,8 @@ def test_kernels_and_a_models_steps_are_rehearsed_without_a_device() -> None:
             "b",
             {
                 "decode_shared_prefix",
+                "experts_int4_few",
+                "integers_int8_far",
                 "latent_decode_far",
                 "latent_prefill_short_suffix",
                 "rotary_store_kv_far",
