@@ -22,6 +22,7 @@ _OF_EACH_DTYPE: Final = {
     "gated_norm": "row_kernels",
     "weigh_by_sigmoid": "row_kernels",
     "square_of_relu": "row_kernels",
+    "add": "row_kernels",
     "multiply": "product_kernels",
     "attend_decode": "attention_kernels",
     "attend_prefill": "attention_kernels",
