@@ -58,7 +58,7 @@ def square_of_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, I] times the sigmoid of gate [T, I], whose rows are a stride apart.
+    """x [T, I] times the sigmoid of gate [T, I] or [T, 1], whose rows are a stride apart.
 
     Raises:
         KernelArgumentError: another shape or dtype of the gate.
@@ -66,7 +66,7 @@ def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """
     op = "weigh_by_sigmoid"
     on_cuda(op, x)
-    fits = gate.shape == x.shape and gate.dtype is x.dtype
+    fits = gate.shape in (x.shape, (len(x), 1)) and gate.dtype is x.dtype
     require(fits, op, "gate", "{} {} does not fit {} {}", gate.dtype, gate.shape, x.dtype, x.shape)
     if compiled.serves(x) and x.is_contiguous() and gate.stride(1) == 1:
         return compiled_weigh(x, gate)

@@ -140,15 +140,15 @@ def gated_norm(data):
 
 @named_kernel(__name__)
 def weigh_by_sigmoid(data):
-    """out [T, I] = x [T, I] times the sigmoid of gate, row t at stride."""
-    args = carray(data, (8,), np.int64)
-    x_at, gate_at, out_at, num_rows, size, stride = args[2], args[3], args[4], args[5], args[6], args[7]
+    """out [T, I] = x [T, I] times the sigmoid of gate [T, I] or [T, 1], row t at stride."""
+    args = carray(data, (9,), np.int64)
+    x_at, gate_at, out_at, num_rows, size, width, stride = args[2:]
     first, last = find_share(args, num_rows)
     for row in range(first, last):
         x, out = row_at(x_at + row * size * NUM_BYTES, size), row_at(out_at + row * size * NUM_BYTES, size)
-        gates = row_at(gate_at + row * stride * NUM_BYTES, size)
+        gates = row_at(gate_at + row * stride * NUM_BYTES, width)
         for i in range(size):
-            out[i] = element_of(number_of(x[i]) / (np.float32(1) + exp(-number_of(gates[i]))))
+            out[i] = element_of(number_of(x[i]) / (np.float32(1) + exp(-number_of(gates[i if width > 1 else 0]))))
 
 
 @named_kernel(__name__)

@@ -9,7 +9,7 @@ from .launch import Launcher
 _norm = Launcher("rms_norm", "qqqqqqqqd")
 _gate = Launcher("gate", "qqqqqqqqdd")
 _add = Launcher("add", "q" * 5)
-_weigh = Launcher("weigh_by_sigmoid", "q" * 6)
+_weigh = Launcher("weigh_by_sigmoid", "q" * 7)
 _square = Launcher("square_of_relu", "q" * 3)
 _rotary_store = Launcher("rotary_store_kv", "q" * 14)
 
@@ -55,7 +55,7 @@ def add(x: torch.Tensor, other: torch.Tensor, scale: torch.Tensor | None) -> tor
 def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """The compiled path of weigh_by_sigmoid (activations/gates.py), of x without gaps."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    _weigh(x.dtype, 8 * x.numel(), x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, gate.stride(0))
+    _weigh(x.dtype, 8 * x.numel(), x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, gate.shape[1], gate.stride(0))
     return out
 
 

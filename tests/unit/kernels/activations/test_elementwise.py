@@ -51,6 +51,8 @@ def test_a_sigmoid_of_a_strided_gate_weighs(path, dtype, shape):
     x, gate = torch.randn(shape).to(dtype), torch.randn(shape[0], shape[1] + 5).to(dtype)[:, 5:]
     expected = (x.double() * torch.sigmoid(gate.double())).to(dtype)
     close(path, path(weigh_by_sigmoid)(x, gate), expected)
+    of_row = (x.double() * torch.sigmoid(gate[:, :1].double())).to(dtype)
+    close(path, path(weigh_by_sigmoid)(x, gate[:, :1]), of_row)
     with pytest.raises(KernelArgumentError, match="gate"):
         path(weigh_by_sigmoid)(x, gate[:, 1:])
 
