@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from kvkeeper.kernels.activations.add import add
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, square_of_relu, weigh_by_sigmoid
 from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
@@ -24,7 +25,7 @@ from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_beside, apply_mlp
 from .latent import LatentWeights, latent_attention
-from .layer_inputs import InputWeights, LayerInputWeights, add_layer_input, make_layer_inputs
+from .layer_inputs import InputWeights, LayerInputWeights, gate_layer_input, make_layer_inputs
 from .recurrent.mixer import Mixer
 from .rotary_table import RotaryTable
 from .split import WHOLE, Split
@@ -208,7 +209,7 @@ class Decoder:
                 x = self._branch(self._apply_mlp(x, residual, layer.mlp), layer.mlp_out_norm)
             if layer.scale is not None or layer.own_input is not None:
                 assert residual is not None, "of what was added last"
-                x, residual = self._end_layer(x + residual, layer, None if own is None else own[:, index]), None
+                x, residual = self._end_layer(x, residual, layer, None if own is None else own[:, index]), None
         return x, residual
 
     def _apply_mlp(self, x: torch.Tensor, before: torch.Tensor, mlp: MlpWeights | ExpertWeights) -> torch.Tensor:
@@ -217,11 +218,14 @@ class Decoder:
             return apply_beside(x, before, mlp, mlp.beside, self._gate, self.config.rms_norm_eps, self._add_up)
         return self._add_up(apply_mlp(x, mlp, self._gate))
 
-    def _end_layer(self, x: torch.Tensor, layer: LayerWeights, own: torch.Tensor | None) -> torch.Tensor:
-        """x with the layer's own input, and scaled."""
+    def _end_layer(
+        self, x: torch.Tensor, residual: torch.Tensor, layer: LayerWeights, own: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Their sum with the layer's own input, and scaled."""
         if layer.own_input is not None and own is not None:
-            x = add_layer_input(x, own, layer.own_input, self._gate, self.config.rms_norm_eps)
-        return x if layer.scale is None else x * layer.scale
+            x = add(x, residual)
+            residual = gate_layer_input(x, own, layer.own_input, self._gate, self.config.rms_norm_eps)
+        return add(x, residual, layer.scale)
 
     @property
     def gives_logits(self) -> bool:
@@ -332,7 +336,7 @@ def _turn_nothing(rotation: Rotation) -> Rotation:
     return torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])
 
 
-def _make_gate(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make_gate(config: ModelConfig) -> Callable[..., torch.Tensor]:
     if config.activation == "relu2":
         return square_of_relu
     if config.activation == "clamped_swiglu":

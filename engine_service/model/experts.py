@@ -2,24 +2,31 @@
 
 Owns how a token's experts are chosen and how what they give is added up. Rows are sorted by expert, so that each expert is one
 product over its tokens; an expert that no token chose costs nothing. On CUDA all experts are one launch over the sorted rows
-(grouped_linear), and the host waits for nothing.
+(grouped_linear), and the host waits for nothing; so it is on a CPU where tokens are few. Of many, each expert's product is one
+of linear's, which knows more ways to multiply.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 
+from kvkeeper.kernels.activations.add import add
+from kvkeeper.kernels.activations.gates import weigh_by_sigmoid
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
-from kvkeeper.kernels.activations.linear import linear
+from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.cpu.experts import ExpertTable, choose, make_table, mix, multiply_experts
 from kvkeeper.kernels.types import LinearWeight
 
 from .checkpoint.destination import Destination, take_all
 from .experts_config import Routing
 
 Weight = LinearWeight | IntegerWeight
+_FEW_ROWS: Final = 256  # with more, what Python does for each expert is little beside its product
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class ExpertWeights:
         scales: [E], factors of what each expert gives; None: there are none.
         beside: the MLP that they are beside; None: they are in its place.
         enter, leave: [L, H] and [H, L], where experts take and give L numbers of a token, not H; None: they do not.
+        tables: where gate_up and down of the packed experts are; None: compiled kernels do not multiply them together.
     """
 
     router: LinearWeight
@@ -97,6 +105,17 @@ class ExpertWeights:
     beside: BesideWeights | None = None
     enter: Weight | None = None
     leave: Weight | None = None
+    tables: tuple[ExpertTable, ExpertTable] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        gate_up, down = make_table(each.gate_up for each in self.experts), make_table(each.down for each in self.experts)
+        if gate_up is None or down is None or self.routing.weighs_inputs:
+            return
+        object.__setattr__(self, "tables", (gate_up, down))
+        if not self.routing.is_wide:  # what is packed is not seen as numbers
+            object.__setattr__(self, "router", pack_linear(self.router))
+        if self.shared_gate is not None:
+            object.__setattr__(self, "shared_gate", pack_linear(self.shared_gate))
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "ExpertWeights":
         enter, leave = (None if each is None else pack(each) for each in (self.enter, self.leave))
@@ -122,11 +141,13 @@ def apply_mlp(
     given, taken = None, x if weights.enter is None else linear(x, weights.enter)
     if weights.routing.weighs_inputs:
         given, shares = (taken[:, None] * shares[..., None]).flatten(0, 1), torch.ones_like(shares)
-    if len(x) == 1 and weights.stacked is None:  # nothing to sort
+    if weights.tables is not None and len(x) <= _FEW_ROWS and compiled.serves(x) and taken.is_contiguous():
+        gate_up, down = weights.tables
+        mixed = mix(multiply_experts(gate(multiply_experts(taken, chosen, gate_up)), chosen, down), shares)
+    elif len(x) == 1 and weights.stacked is None:  # nothing to sort
         rows = [taken] * chosen.shape[1] if given is None else given.split(1)
         of_experts = zip(rows, chosen[0].tolist(), strict=True)
-        found = torch.cat([apply_mlp(row, weights.experts[expert], gate) for row, expert in of_experts])
-        mixed = shares @ found
+        mixed = shares @ torch.cat([apply_mlp(row, weights.experts[expert], gate) for row, expert in of_experts])
     else:
         mixed = (_apply_sorted(taken, weights, chosen, gate, given).unflatten(0, chosen.shape) * shares[..., None]).sum(1)
     if weights.leave is not None:
@@ -134,7 +155,7 @@ def apply_mlp(
     if weights.shared is None:
         return mixed
     shared = apply_mlp(x, weights.shared, gate)
-    return mixed + (shared if weights.shared_gate is None else linear(x, weights.shared_gate).sigmoid() * shared)
+    return add(mixed, shared if weights.shared_gate is None else weigh_by_sigmoid(shared, linear(x, weights.shared_gate)))
 
 
 def apply_beside(
@@ -150,7 +171,7 @@ def apply_beside(
     of_mlp, _ = rms_norm(add_up(apply_mlp(x, beside.mlp, gate)), beside.mlp_norm, eps)
     taken, routed = (rms_norm(before, norm, eps)[0] for norm in (beside.input_norm, beside.router_norm))
     of_experts, _ = rms_norm(add_up(apply_mlp(taken, weights, gate, routed)), beside.experts_norm, eps)
-    return of_mlp + of_experts
+    return add(of_mlp, of_experts)
 
 
 def beside_destinations(weights: ExpertWeights, beside: BesideWeights) -> Iterator[tuple[str, Destination]]:
@@ -193,7 +214,12 @@ def route(x: torch.Tensor, weights: ExpertWeights) -> tuple[torch.Tensor, torch.
     if routing.is_wide:
         logits = torch.nn.functional.linear(x.float(), weights.router.data.float(), weights.router.bias)
     else:
-        logits = linear(x, weights.router).float()
+        logits = linear(x, weights.router)
+    if compiled.serves(x) and logits.dtype is x.dtype and routing.num_chosen_groups == routing.num_groups:
+        least = routing.least if routing.is_renormalised else None
+        of_experts = {"correction": weights.correction, "scales": weights.scales}
+        return choose(logits, routing.num_chosen, routing.scale, least, is_sigmoid=routing.scoring == "sigmoid", **of_experts)
+    logits = logits.float()
     scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
     merits = scores if weights.correction is None else scores + weights.correction
     if routing.num_chosen_groups < routing.num_groups:

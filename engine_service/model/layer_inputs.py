@@ -51,16 +51,15 @@ def make_layer_inputs(token_ids: torch.Tensor, x: torch.Tensor, weights: InputWe
     return (rms_norm(projected, weights.norm, eps)[0] + own.view(projected.shape)) * 2**-0.5
 
 
-def add_layer_input(
+def gate_layer_input(
     x: torch.Tensor,
     given: torch.Tensor,
     weights: LayerInputWeights,
-    gate: Callable[[torch.Tensor], torch.Tensor],
+    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     eps: float,
 ) -> torch.Tensor:
-    """x [T, H] with the layer's input [T, P] mixed in."""
-    made = gate(torch.cat((linear(x, weights.gate), given), 1))
-    return x + rms_norm(linear(made, weights.up), weights.norm, eps)[0]
+    """What the layer's input [T, P] adds to x [T, H]."""
+    return rms_norm(linear(gate(linear(x, weights.gate), given), weights.up), weights.norm, eps)[0]
 
 
 def allocate_inputs(config: LayerInputsConfig, num_layers: int, hidden: int, empty: Empty) -> InputWeights:

@@ -13,24 +13,26 @@ from ..cpu.rows import weigh_by_sigmoid as compiled_weigh
 _HALVES: Final = "must have an even last dimension, is {}"
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """The SwiGLU gate (arXiv 2002.05202), silu(gate) * up [..., I] of gate_up [..., 2 * I], gate first.
 
+    up: [T, I], where it is not in gate_up, which is the gate [T, I] then. Its rows may be a stride apart.
+
     Raises:
-        KernelArgumentError: an odd last dimension, or, on CUDA, gaps.
+        KernelArgumentError: an odd last dimension, another shape or dtype of `up`, or, on CUDA, gaps.
         UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    if (fused := _fused("silu_and_mul", gate_up)) is not None:
+    if (fused := _fused("silu_and_mul", gate_up, up)) is not None:
         return fused
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     return torch.nn.functional.silu(gate).mul_(up)
 
 
-def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_and_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """The GeGLU gate (arXiv 2002.05202) with the tanh approximation, gelu(gate) * up; all else as silu_and_mul."""
-    if (fused := _fused("gelu_and_mul", gate_up, gelu=True)) is not None:
+    if (fused := _fused("gelu_and_mul", gate_up, up, gelu=True)) is not None:
         return fused
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
 
 
@@ -56,7 +58,7 @@ def square_of_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, I] times the sigmoid of gate [T, I], whose rows are a stride apart.
+    """x [T, I] times the sigmoid of gate [T, I] or [T, 1], whose rows are a stride apart.
 
     Raises:
         KernelArgumentError: another shape or dtype of the gate.
@@ -64,7 +66,7 @@ def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """
     op = "weigh_by_sigmoid"
     on_cuda(op, x)
-    fits = gate.shape == x.shape and gate.dtype is x.dtype
+    fits = gate.shape in (x.shape, (len(x), 1)) and gate.dtype is x.dtype
     require(fits, op, "gate", "{} {} does not fit {} {}", gate.dtype, gate.shape, x.dtype, x.shape)
     if compiled.serves(x) and x.is_contiguous() and gate.stride(1) == 1:
         return compiled_weigh(x, gate)
@@ -72,16 +74,26 @@ def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def _fused(
-    op: str, gate_up: torch.Tensor, *, gelu: bool = False, swiglu: tuple[float, float] | None = None
+    op: str,
+    gate_up: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    gelu: bool = False,
+    swiglu: tuple[float, float] | None = None,
 ) -> torch.Tensor | None:
     """The gate by the kernel of its device; None where torch computes it."""
     cuda = on_cuda(op, gate_up)
-    require(gate_up.shape[-1] % 2 == 0, op, "gate_up", _HALVES, gate_up.shape)
+    if up is None:
+        require(gate_up.shape[-1] % 2 == 0, op, "gate_up", _HALVES, gate_up.shape)
+    else:
+        fits = gate_up.dim() == 2 and up.shape == gate_up.shape and up.dtype is gate_up.dtype
+        require(fits, op, "up", "{} {} does not fit {} {}", up.dtype, up.shape, gate_up.dtype, gate_up.shape)
     if cuda:
         from ..gpu.gates import gate
 
+        gate_up = gate_up if up is None else torch.cat((gate_up, up), 1)
         require(gate_up.is_contiguous(), op, "gate_up", "must be contiguous")
         return gate(gate_up, gelu=gelu, swiglu=swiglu)
-    if compiled.serves(gate_up) and gate_up.is_contiguous():
-        return compiled_gate(gate_up, gelu=gelu, swiglu=swiglu)
+    if compiled.serves(gate_up) and gate_up.is_contiguous() and (up is None or up.stride(1) == 1):
+        return compiled_gate(gate_up, up, gelu=gelu, swiglu=swiglu)
     return None

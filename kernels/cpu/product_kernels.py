@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numba import carray
 
-from .kernel_parts import find_share, floats_at, keep, named_kernel
+from .kernel_parts import find_share, floats_at, get_or, helper, int64s_at, keep, named_kernel
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, DEEP, FLOAT32, PANEL, find_slice, make_multiply
 
@@ -18,34 +18,78 @@ _PER_STEP: Final = 4 // NUM_BYTES
 _multiply = make_multiply(FLOAT32 if NUM_BYTES == 4 else BFLOAT16)
 
 
+@helper
+def _multiply_slice(sums_at, x_at, num_rows, num_in, blocks, bias_at, out_at, order_at, num_out, begin, size):
+    """The outputs [begin, begin + size) of rows. blocks: address, width and room of a weight. sums_at: PANEL times size.
+
+    order_at: int64 [rows], where each row's outputs go; 0: in order.
+    """
+    blocks_at, width, room = blocks
+    row_bytes, num_steps, step_bytes = num_in * NUM_BYTES, num_in // _PER_STEP, width * 4
+    weights_at = blocks_at + begin // width * width * room * NUM_BYTES + begin % width * 4
+    count, bias = min(size, num_out - begin), row_at(bias_at, num_out)
+    for row in range(0, num_rows, PANEL):
+        rows, done = min(np.int64(PANEL), num_rows - row), np.int64(0)
+        while done < num_steps:
+            steps, of_x = min(np.int64(DEEP), num_steps - done), x_at + row * row_bytes + done * 4
+            of_weights = weights_at + done * step_bytes
+            _multiply(sums_at, size * 4, of_x, row_bytes, 4, of_weights, step_bytes, steps, rows, size, done)
+            done += steps
+        for own in range(rows):
+            total = floats_at(sums_at + own * size * 4, count)
+            place = get_or(order_at, row + own, row + own)
+            out = row_at(out_at + (place * num_out + begin) * NUM_BYTES, count)
+            if bias_at != 0:
+                for i in range(count):
+                    out[i] = element_of(total[i] + number_of(bias[begin + i]))
+            else:
+                for i in range(count):
+                    out[i] = element_of(total[i])
+
+
 @named_kernel(__name__)
 def multiply(data):
     """out [T, O] = x [T, I] W^T + bias [O] or none, of W in blocks, [ceil(O / width), room / per step, width, per step]."""
     args = carray(data, (11,), np.int64)
-    x_at, num_rows, num_in, blocks_at, width, room = args[2], args[3], args[4], args[5], args[6], args[7]
-    bias_at, out_at, num_out = args[8], args[9], args[10]
-    size, row_bytes = find_slice(args, width, num_out), num_in * NUM_BYTES
-    num_steps, step_bytes = num_in // _PER_STEP, width * 4
+    x_at, num_rows, num_in, blocks, bias_at, out_at, num_out = args[2], args[3], args[4], args[5:8], args[8], args[9], args[10]
+    size = find_slice(args, blocks[1], num_out)
     sums = np.empty(PANEL * size, np.float32)
-    sums_at, bias = sums.ctypes.data, row_at(bias_at, num_out)
     first, last = find_share(args, (num_out + size - 1) // size)
+    of_weight = blocks[0], blocks[1], blocks[2]
     for begin in range(first * size, last * size, size):
-        weights_at = blocks_at + begin // width * width * room * NUM_BYTES + begin % width * 4
-        count = min(size, num_out - begin)
-        for row in range(0, num_rows, PANEL):
-            rows, done = min(np.int64(PANEL), num_rows - row), np.int64(0)
-            while done < num_steps:
-                steps, of_x = min(np.int64(DEEP), num_steps - done), x_at + row * row_bytes + done * 4
-                of_weights = weights_at + done * step_bytes
-                _multiply(sums_at, size * 4, of_x, row_bytes, 4, of_weights, step_bytes, steps, rows, size, done)
-                done += steps
-            for own in range(rows):
-                total = floats_at(sums_at + own * size * 4, count)
-                out = row_at(out_at + ((row + own) * num_out + begin) * NUM_BYTES, count)
-                if bias_at != 0:
-                    for i in range(count):
-                        out[i] = element_of(total[i] + number_of(bias[begin + i]))
-                else:
-                    for i in range(count):
-                        out[i] = element_of(total[i])
+        _multiply_slice(sums.ctypes.data, x_at, num_rows, num_in, of_weight, bias_at, out_at, 0, num_out, begin, size)
     keep(sums)
+
+
+@named_kernel(__name__)
+def multiply_experts(data):
+    """out [T K, O] of x [T, I] or [T K, I]: each row times the weights of its K experts; addresses [E, 2] of blocks and biases.
+
+    Threads share the outputs. Rows of one expert are copied to lie together.
+    """
+    args = carray(data, (12,), np.int64)
+    x_at, chosen_at, num_pairs, per_row, num_in, table_at = args[2], args[3], args[4], args[5], args[6], args[7]
+    width, room, out_at, num_out = args[8], args[9], args[10], args[11]
+    chosen, size, row_bytes = int64s_at(chosen_at, num_pairs), find_slice(args, width, num_out), num_in * NUM_BYTES
+    sums, order, own = (
+        np.empty(PANEL * size, np.float32),
+        np.empty(num_pairs, np.int64),
+        np.empty(num_pairs * row_bytes, np.uint8),
+    )
+    num_experts = np.max(chosen) + 1
+    addresses = int64s_at(table_at, 2 * num_experts)
+    first, last = find_share(args, (num_out + size - 1) // size)
+    for expert in range(num_experts):
+        count, blocks = 0, (addresses[2 * expert], width, room)
+        for pair in range(num_pairs):
+            if chosen[pair] == expert:
+                order[count] = pair
+                own_row = row_at(own.ctypes.data + count * row_bytes, num_in)
+                own_row[:] = row_at(x_at + pair // per_row * row_bytes, num_in)
+                count += 1
+        for begin in range(first * size, last * size * (count > 0), size):
+            ends = addresses[2 * expert + 1], out_at, order.ctypes.data, num_out
+            _multiply_slice(sums.ctypes.data, own.ctypes.data, count, num_in, blocks, *ends, begin, size)
+    keep(sums)
+    keep(order)
+    keep(own)

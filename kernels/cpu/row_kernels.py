@@ -44,16 +44,16 @@ def rms_norm(data):
 
 @named_kernel(__name__)
 def gate(data):
-    """out [T, I] = act(gate) * up of gate_up [T, 2 I]; kind: 0 silu, 1 gelu by tanh, 2 clamped_swiglu."""
-    args, numbers = carray(data, (9,), np.int64), carray(data, (9,), np.float64)
-    gate_up_at, out_at, num_rows, size, kind = args[2], args[3], args[4], args[5], args[6]
-    alpha, limit = np.float32(numbers[7]), np.float32(numbers[8])
+    """out [T, I] = act(gate) * up of gate and up, rows t at strides; kind: 0 silu, 1 gelu by tanh, 2 clamped_swiglu."""
+    args, numbers = carray(data, (12,), np.int64), carray(data, (12,), np.float64)
+    gate_at, gate_stride, up_at, up_stride, out_at = args[2], args[3], args[4], args[5], args[6]
+    num_rows, size, kind, alpha, limit = args[7], args[8], args[9], np.float32(numbers[10]), np.float32(numbers[11])
     first, last = find_share(args, num_rows * size)
     while first < last:
         row, column = first // size, first % size
         count = min(last - first, size - column)
-        gates = row_at(gate_up_at + (row * 2 * size + column) * NUM_BYTES, count)
-        ups = row_at(gate_up_at + (row * 2 * size + size + column) * NUM_BYTES, count)
+        gates = row_at(gate_at + (row * gate_stride + column) * NUM_BYTES, count)
+        ups = row_at(up_at + (row * up_stride + column) * NUM_BYTES, count)
         out = row_at(out_at + first * NUM_BYTES, count)
         if kind == 2:
             for i in range(count):
@@ -140,15 +140,28 @@ def gated_norm(data):
 
 @named_kernel(__name__)
 def weigh_by_sigmoid(data):
-    """out [T, I] = x [T, I] times the sigmoid of gate, row t at stride."""
-    args = carray(data, (8,), np.int64)
-    x_at, gate_at, out_at, num_rows, size, stride = args[2], args[3], args[4], args[5], args[6], args[7]
+    """out [T, I] = x [T, I] times the sigmoid of gate [T, I] or [T, 1], row t at stride."""
+    args = carray(data, (9,), np.int64)
+    x_at, gate_at, out_at, num_rows, size, width, stride = args[2:]
     first, last = find_share(args, num_rows)
     for row in range(first, last):
         x, out = row_at(x_at + row * size * NUM_BYTES, size), row_at(out_at + row * size * NUM_BYTES, size)
-        gates = row_at(gate_at + row * stride * NUM_BYTES, size)
+        gates = row_at(gate_at + row * stride * NUM_BYTES, width)
         for i in range(size):
-            out[i] = element_of(number_of(x[i]) / (np.float32(1) + exp(-number_of(gates[i]))))
+            out[i] = element_of(number_of(x[i]) / (np.float32(1) + exp(-number_of(gates[i if width > 1 else 0]))))
+
+
+@named_kernel(__name__)
+def add(data):
+    """out [N] = x [N] + other [N], and that times the number at `scale`, where there is one."""
+    args = carray(data, (7,), np.int64)
+    first, last = find_share(args, args[6])
+    x, other = row_at(args[2] + first * NUM_BYTES, last - first), row_at(args[3] + first * NUM_BYTES, last - first)
+    out, scale = row_at(args[5] + first * NUM_BYTES, last - first), np.float32(1)
+    if args[4] != 0:
+        scale = number_of(row_at(args[4], 1)[0])
+    for i in range(last - first):
+        out[i] = element_of(number_of(element_of(number_of(x[i]) + number_of(other[i]))) * scale)
 
 
 @named_kernel(__name__)

@@ -7,8 +7,9 @@ import torch
 from .launch import Launcher
 
 _norm = Launcher("rms_norm", "qqqqqqqqd")
-_gate = Launcher("gate", "qqqqqdd")
-_weigh = Launcher("weigh_by_sigmoid", "q" * 6)
+_gate = Launcher("gate", "qqqqqqqqdd")
+_add = Launcher("add", "q" * 5)
+_weigh = Launcher("weigh_by_sigmoid", "q" * 7)
 _square = Launcher("square_of_relu", "q" * 3)
 _rotary_store = Launcher("rotary_store_kv", "q" * 14)
 
@@ -25,25 +26,36 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     return out
 
 
-def gate(gate_up: torch.Tensor, *, gelu: bool, swiglu: tuple[float, float] | None = None) -> torch.Tensor:
+def gate(
+    gate_up: torch.Tensor, up: torch.Tensor | None, *, gelu: bool, swiglu: tuple[float, float] | None = None
+) -> torch.Tensor:
     """The compiled path of silu_and_mul (activations/gates.py), with `gelu` of gelu_and_mul, with `swiglu` of clamped_swiglu.
 
     swiglu: its alpha and limit.
     """
-    size = gate_up.shape[-1] // 2
+    width = gate_up.shape[-1]
+    size = width // 2 if up is None else width
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
     if out.numel():
-        kind = 2 if swiglu is not None else int(gelu)
-        addresses = (gate_up.data_ptr(), out.data_ptr())
+        kind, gate_at = 2 if swiglu is not None else int(gelu), gate_up.data_ptr()
+        ups = (gate_at + size * gate_up.itemsize, width) if up is None else (up.data_ptr(), up.stride(0))
         shape = out.numel() // size, size
-        _gate(gate_up.dtype, 8 * gate_up.numel(), *addresses, *shape, kind, *(swiglu or (0.0, 0.0)))
+        _gate(gate_up.dtype, 16 * out.numel(), gate_at, width, *ups, out.data_ptr(), *shape, kind, *(swiglu or (0.0, 0.0)))
+    return out
+
+
+def add(x: torch.Tensor, other: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """The compiled path of kernels.activations.add, of tensors without gaps."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    scale_at = 0 if scale is None else scale.data_ptr()
+    _add(x.dtype, 2 * x.numel(), x.data_ptr(), other.data_ptr(), scale_at, out.data_ptr(), x.numel())
     return out
 
 
 def weigh_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """The compiled path of weigh_by_sigmoid (activations/gates.py), of x without gaps."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    _weigh(x.dtype, 8 * x.numel(), x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, gate.stride(0))
+    _weigh(x.dtype, 8 * x.numel(), x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, gate.shape[1], gate.stride(0))
     return out
 
 

@@ -9,7 +9,9 @@ from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.features import multiplies_bfloat16
+from tests.support.models.tiny_models import NumericsCase, build_model_folder, random_tokens, tiny_model
 from tests.support.worlds.batches import ScheduledRow, build_batch
+from tests.support.worlds.hand_tables import HandTables
 
 pytest.importorskip("numba")
 
@@ -50,6 +52,25 @@ def test_programs_compute_what_a_plain_pass_does(dtype):
         batch = build_batch(step, 4)
         assert torch.equal(plain.forward(batch), recorded.forward(batch))
     assert recorded.programs.num_runs >= 10  # the first step of each size is computed plainly
+
+
+DENSE = ("gemma4_e2b", "gemma4_e4b", "gemma4_12b", "gemma4_31b")
+WITH_EXPERTS = ("gemma4_26b", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_moe", "qwen3_5_35b_a3b")
+FAMILIES = [(name, dtype) for name in DENSE for dtype in ("float32", "bfloat16", "int8")]
+FAMILIES += [(name, dtype) for name in WITH_EXPERTS for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), FAMILIES)
+def test_programs_of_other_families_compute_what_a_plain_pass_does(name, dtype, tmp_path):
+    if dtype == "bfloat16" and not multiplies_bfloat16():
+        pytest.skip("this processor does not multiply bfloat16, and oneDNN lays it out in no blocks")
+    model, _ = load_model(build_model_folder(tmp_path, tiny_model(name)), dtype=dtype, progress=False)
+    cases = [NumericsCase(random_tokens(length, seed=length)) for length in (17, 30, 29)]
+    plain, recorded = (HandTables(model, 4, num_blocks=400, checkpoint_blocks=2) for _ in range(2))
+    plain.runner.programs = None
+    for found, expected in zip(recorded.compute(cases, 1), plain.compute(cases, 1), strict=True):
+        assert torch.equal(found, expected)
+    assert recorded.runner.programs.num_runs >= 18  # of 30
 
 
 def test_a_step_with_a_prompt_is_computed_plainly():

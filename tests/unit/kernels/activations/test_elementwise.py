@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.add import add
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, square_of_relu, weigh_by_sigmoid
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
@@ -50,6 +51,8 @@ def test_a_sigmoid_of_a_strided_gate_weighs(path, dtype, shape):
     x, gate = torch.randn(shape).to(dtype), torch.randn(shape[0], shape[1] + 5).to(dtype)[:, 5:]
     expected = (x.double() * torch.sigmoid(gate.double())).to(dtype)
     close(path, path(weigh_by_sigmoid)(x, gate), expected)
+    of_row = (x.double() * torch.sigmoid(gate[:, :1].double())).to(dtype)
+    close(path, path(weigh_by_sigmoid)(x, gate[:, :1]), of_row)
     with pytest.raises(KernelArgumentError, match="gate"):
         path(weigh_by_sigmoid)(x, gate[:, 1:])
 
@@ -74,6 +77,27 @@ def test_gates(path, dtype, shape):
     close(path, path(gelu_and_mul)(gate_up), reference.gelu_and_mul(gate_up), rtol=1e-5)
     close(path, path(clamped_swiglu)(gate_up, 1.702, 3.0), reference.clamped_swiglu(gate_up, 1.702, 3.0), rtol=1e-5)
     close(path, path(square_of_relu)(gate_up), reference.square_of_relu(gate_up))
+
+
+@dtypes
+def test_gates_with_an_up_of_its_own_whose_rows_are_a_stride_apart(path, dtype):
+    gate, up = torch.randn(5, 24).to(dtype) * 4, torch.randn(5, 60).to(dtype)[:, 30:54]
+    gate_up = torch.cat((gate, up), 1)
+    close(path, path(silu_and_mul)(gate, up), reference.silu_and_mul(gate_up))
+    close(path, path(gelu_and_mul)(gate, up), reference.gelu_and_mul(gate_up), rtol=1e-5)
+    with pytest.raises(KernelArgumentError, match="up"):
+        path(gelu_and_mul)(gate, up[:, 1:])
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 4200), (0, 8)])
+def test_a_sum_is_scaled_by_a_number_of_a_tensor(path, dtype, shape):
+    x, other, scale = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.tensor([0.37], dtype=dtype)
+    assert torch.equal(path(add)(x, other), x + other)
+    assert torch.equal(path(add)(x, other, scale), (x + other) * scale)
+    for wrong in ((x, other.double()), (x, other[:, 1:]), (x, other, scale.double()), (x, other, torch.ones(2, dtype=dtype))):
+        with pytest.raises(KernelArgumentError):
+            path(add)(*wrong)
 
 
 def test_gates_and_norms_far_out_stay_finite(path):
