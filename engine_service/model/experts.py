@@ -7,7 +7,7 @@ of linear's, which knows more ways to multiply.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -105,17 +105,7 @@ class ExpertWeights:
     beside: BesideWeights | None = None
     enter: Weight | None = None
     leave: Weight | None = None
-    tables: tuple[ExpertTable, ExpertTable] | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        gate_up, down = make_table(each.gate_up for each in self.experts), make_table(each.down for each in self.experts)
-        if gate_up is None or down is None or self.routing.weighs_inputs:
-            return
-        object.__setattr__(self, "tables", (gate_up, down))
-        if not self.routing.is_wide:  # what is packed is not seen as numbers
-            object.__setattr__(self, "router", pack_linear(self.router))
-        if self.shared_gate is not None:
-            object.__setattr__(self, "shared_gate", pack_linear(self.shared_gate))
+    tables: tuple[ExpertTable, ExpertTable] | None = None
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "ExpertWeights":
         enter, leave = (None if each is None else pack(each) for each in (self.enter, self.leave))
@@ -125,7 +115,14 @@ class ExpertWeights:
         assert self.stacked is not None, "packed once"
         if self.router.data.is_cuda:
             return replace(found, stacked=self.stacked.packed(pack))
-        return replace(found, stacked=None, experts=tuple(each.packed(pack) for each in self.stacked.list_experts()))
+        experts = tuple(each.packed(pack) for each in self.stacked.list_experts())
+        found = replace(found, stacked=None, experts=experts)
+        gate_up, down = make_table(each.gate_up for each in experts), make_table(each.down for each in experts)
+        if gate_up is None or down is None or self.routing.weighs_inputs:
+            return found
+        router = self.router if self.routing.is_wide else pack_linear(self.router)  # what is packed is not seen as numbers
+        shared_gate = None if self.shared_gate is None else pack_linear(self.shared_gate)
+        return replace(found, tables=(gate_up, down), router=router, shared_gate=shared_gate)
 
 
 def apply_mlp(
