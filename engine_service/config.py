@@ -258,8 +258,8 @@ class EngineConfig(ServiceConfig):
         "what the model computes in, where auto is the dtype of its weights, and on a CPU mostly float32",
         choices=_DTYPES,
         details="On a CPU auto is bfloat16 where the weights are, the processor multiplies it (AVX512 BF16), the extra cpu is"
-        " installed and K and V are stored as they are computed, and else float32. int8 and int4, on a CPU with"
-        " the extra cpu: the weights of matrix products are integers of 8 or 4 bits; all else is float32.",
+        " installed and K and V are stored as they are computed, and else float32. int8 and int4: the weights of matrix"
+        " products are integers of 8 or 4 bits; all else is as with auto on CUDA, and float32 on a CPU, with the extra cpu.",
     )
     kv_dtype: str = _model(
         "auto",

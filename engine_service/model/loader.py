@@ -29,9 +29,9 @@ from .checkpoint.unneeded import EMBEDDINGS, HEAD
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
 from .dtype_name import INTEGER_BITS, DtypeChoice, dtype_name
-from .filling import WEIGHT_DTYPES, Filling
 from .left_out import list_left_out
-from .packing import Packing
+from .loading.filling import WEIGHT_DTYPES, Filling
+from .loading.packing import Packing
 from .quantised.matrix import restored
 from .quantised.scheme import Scheme
 from .split import WHOLE, Split, config_of_rank
@@ -52,7 +52,8 @@ def load_model(
 
     Args:
         device: where its weights go.
-        dtype: what it computes in. auto: the weights' own, on a CPU float32 unless bfloat16 is fast. int8, int4: of products.
+        dtype: what it computes in. auto: the weights' own, on a CPU float32 unless bfloat16 is fast. int8, int4: what products
+            multiply; all else is as with auto, and on a CPU float32.
         progress: show a progress bar on stderr.
         split: the rank; of what it does not have nothing is read, unless the checkpoint is quantised.
 

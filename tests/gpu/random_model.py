@@ -6,6 +6,7 @@ real ones: between them they have chunks in groups of layers, experts, latents, 
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from kvkeeper.engine_service.model.config import parse_model_config
-from kvkeeper.engine_service.model.weight_map import allocate_weights
+from kvkeeper.engine_service.model.loading.weight_map import allocate_layer, allocate_rest
+from kvkeeper.engine_service.model.split import WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,10 @@ def _write(path: Path, architecture: str, own: dict[str, Any], device: str = "cp
     path.mkdir()
     raw = _COMMON | own | {"architectures": [architecture]}
     (path / "config.json").write_text(json.dumps(raw))
-    _, destinations = allocate_weights(parse_model_config(raw), torch.bfloat16, torch.device("meta"))
+    config, empty = parse_model_config(raw), partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    destinations = allocate_rest(config, WHOLE, empty)[1]
+    for index in range(config.num_layers):
+        destinations |= allocate_layer(config, WHOLE, index, empty)[1]
     drawn, tensors = torch.Generator(device).manual_seed(0), {}
     for stored, destination in destinations.items():
         shape = destination.shape

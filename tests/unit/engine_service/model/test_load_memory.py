@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.model import filling
 from kvkeeper.engine_service.model.dtype_name import DtypeChoice
 from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.model.loading import filling
 from kvkeeper.engine_service.preflight import check_model
 from kvkeeper.kernels.cpu import compiled
 from tests.support.models.tiny_models import build_model_folder, tiny_model

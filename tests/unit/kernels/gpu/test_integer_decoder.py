@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
-from kvkeeper.engine_service.model import filling, loader
+from kvkeeper.engine_service.model import loader
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.packing import Packing
+from kvkeeper.engine_service.model.loading import filling
+from kvkeeper.engine_service.model.loading.packing import Packing
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight, quantise_linear
 from kvkeeper.kernels.types import LinearWeight

@@ -11,14 +11,14 @@ from typing import Final
 
 import torch
 
-from .checkpoint.destination import Destination
-from .checkpoint.errors import UnsupportedModelError, WeightsError, name_first
-from .checkpoint.safetensors_files import StoredTensor
-from .checkpoint.unneeded import EMBEDDINGS, HEAD
-from .config import ModelConfig
-from .decoder import DecoderWeights, LayerWeights
+from ..checkpoint.destination import Destination
+from ..checkpoint.errors import UnsupportedModelError, WeightsError, name_first
+from ..checkpoint.safetensors_files import StoredTensor
+from ..checkpoint.unneeded import EMBEDDINGS, HEAD
+from ..config import ModelConfig
+from ..decoder import DecoderWeights, LayerWeights
+from ..split import Split
 from .packing import Packing
-from .split import Split
 from .weight_map import allocate_layer, allocate_rest
 
 WEIGHT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,11 +16,11 @@ from kvkeeper.kernels.activations.linear_integers import quantise_linear
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from kvkeeper.kernels.types import LinearWeight
 
-from .config import ModelConfig
-from .decoder import DecoderWeights, LayerWeights
-from .experts import ExpertWeights, MlpWeights, Weight
-from .rotary_table import rotated_order
-from .split import Split, config_of_rank
+from ..config import ModelConfig
+from ..decoder import DecoderWeights, LayerWeights
+from ..experts import ExpertWeights, MlpWeights, Weight
+from ..rotary_table import rotated_order
+from ..split import Split, config_of_rank
 
 _HEAD_BITS: Literal[8] = 8  # of the product with the vocabulary, whatever the layers have: it says which token is likeliest
 

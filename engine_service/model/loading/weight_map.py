@@ -7,18 +7,18 @@ import torch
 
 from kvkeeper.kernels.types import LinearWeight
 
-from .checkpoint.destination import ALL, Destination, Empty, take_all
-from .config import ModelConfig
-from .decoder import DecoderWeights, LayerWeights
-from .experts import BesideWeights, ExpertWeights, MlpWeights, StackedExperts, Weight, beside_destinations
-from .families.family import ExpertNames
-from .families.table import FAMILIES
-from .latent import LatentWeights
-from .latent_config import LatentConfig
-from .layer_inputs import InputWeights, allocate_inputs, allocate_layer_input, input_destinations, layer_input_destinations
-from .projections import by_inputs, by_outputs, empty_projection, row_places, scaled, whole_range
-from .recurrent.mixer import allocate_mixer
-from .split import Split, config_of_rank
+from ..checkpoint.destination import ALL, Destination, Empty, take_all
+from ..config import ModelConfig
+from ..decoder import DecoderWeights, LayerWeights
+from ..experts import BesideWeights, ExpertWeights, MlpWeights, StackedExperts, Weight, beside_destinations
+from ..families.family import ExpertNames
+from ..families.table import FAMILIES
+from ..latent import LatentWeights
+from ..latent_config import LatentConfig
+from ..layer_inputs import InputWeights, allocate_inputs, allocate_layer_input, input_destinations, layer_input_destinations
+from ..projections import by_inputs, by_outputs, empty_projection, row_places, scaled, whole_range
+from ..recurrent.mixer import allocate_mixer
+from ..split import Split, config_of_rank
 
 Destinations = dict[str, Destination]  # by the names that tensors are stored under
 
