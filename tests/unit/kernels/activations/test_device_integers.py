@@ -98,7 +98,7 @@ def test_a_row_depends_on_no_other_and_one_that_is_not_finite_spoils_no_other(bi
     for row in (0, 2, 5):
         assert torch.equal(multiply(x[row : row + 1], weight), together[row : row + 1])
     spoiled = x.clone()
-    spoiled[0, 7], spoiled[1, 40], spoiled[3, -1] = float("nan"), float("inf"), float("-inf")
+    spoiled[0, -1], spoiled[1, 40], spoiled[3, 0] = float("inf"), float("-inf"), float("nan")  # the first behind a row's last
     found = multiply(spoiled, weight)
     assert not found[[0, 1, 3]].isfinite().any()
     assert torch.equal(found[[2, 4, 5]], together[[2, 4, 5]])
