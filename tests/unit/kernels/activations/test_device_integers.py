@@ -138,11 +138,14 @@ def test_several_weights_are_each_as_it_is_alone(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_outputs_are_quantised_a_few_at_a_time(bits, monkeypatch):
-    data = torch.randn(50, 200)
-    at_once = quantised(data, bits)
+    data = torch.randn(50, 200).bfloat16()
+    at_once, widened, in_groups = quantised(data, bits), [], linear_integers._in_groups
     monkeypatch.setattr(linear_integers, "_ROWS_AT_A_TIME", 16)
+    monkeypatch.setattr(linear_integers, "_SAMPLE", 10)
+    monkeypatch.setattr(linear_integers, "_in_groups", lambda rows: widened.append(len(rows)) or in_groups(rows))
     for own, other in zip(quantised(data, bits).blocks[1:], at_once.blocks[1:], strict=True):
         assert own is other is None or torch.equal(own, other)
+    assert widened == [10] * (bits == 4) + [16, 16, 16, 2]
 
 
 @pytest.mark.parametrize("bits", BITS)
