@@ -13,7 +13,7 @@ _BFLOAT16: Final = "bfloat16"
 
 
 def weight_bytes(integers: str) -> float:
-    """Of a weight of a projection, with its part of the scales of its group: two bytes for 32 weights, and as much for lows."""
+    """The bytes of a weight, and of its part of what its group of 32 has: a scale of two bytes, and with 4 bits a low."""
     bits = INTEGER_BITS[integers]
     return (bits + (0.5 if bits == 8 else 1)) / 8
 

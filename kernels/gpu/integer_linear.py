@@ -107,7 +107,9 @@ def integer_linear_kernel(
                     low = _half_at(lows, half * 16)
                 for each in tl.static_range(2):
                     first_in = slab * DEPTH + (pair * 4 + half * 2 + each) * 16
-                    wanted_x = is_row & (first_in + inputs < NUM_IN)[:, None]
+                    wanted_x = is_row
+                    if NUM_IN % DEPTH != 0:
+                        wanted_x &= (first_in + inputs < NUM_IN)[:, None]
                     x_part = tl.load(x_ptrs + first_in, mask=wanted_x, other=0.0).to(COMPUTE)
                     weights = _restore(words, scale, low, pair * 4 + half * 2 + each, BITS).to(COMPUTE)
                     acc = tl.dot(weights, x_part, acc, input_precision="ieee")

@@ -1,4 +1,5 @@
-"""From stored tensors to the weights that a rank computes with: where each goes, when a layer is whole, and how it is packed.
+"""From stored tensors to the weights that a rank computes with.
 
-Knows no file: the loader reads them, and `checkpoint` says how they are stored.
+Owns where each stored tensor goes (weight_map.py), when a layer is allocated and whole (filling.py), and what is done to it then
+(packing.py). Reads no file: the loader does. May import torch, the kernels, and all of the model but its loader.
 """

@@ -98,7 +98,7 @@ def test_a_row_depends_on_no_other_and_one_that_is_not_finite_spoils_no_other(bi
     for row in (0, 2, 5):
         assert torch.equal(multiply(x[row : row + 1], weight), together[row : row + 1])
     spoiled = x.clone()
-    spoiled[0, 7], spoiled[1, 40], spoiled[3, -1] = float("nan"), float("inf"), float("-inf")
+    spoiled[0, -1], spoiled[1, 40], spoiled[3, 0] = float("inf"), float("-inf"), float("nan")  # the first behind a row's last
     found = multiply(spoiled, weight)
     assert not found[[0, 1, 3]].isfinite().any()
     assert torch.equal(found[[2, 4, 5]], together[[2, 4, 5]])
@@ -138,11 +138,14 @@ def test_several_weights_are_each_as_it_is_alone(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_outputs_are_quantised_a_few_at_a_time(bits, monkeypatch):
-    data = torch.randn(50, 200)
-    at_once = quantised(data, bits)
+    data = torch.randn(50, 200).bfloat16()
+    at_once, widened, in_groups = quantised(data, bits), [], linear_integers._in_groups
     monkeypatch.setattr(linear_integers, "_AT_A_TIME", {"cuda": 16})
+    monkeypatch.setattr(linear_integers, "_SAMPLE", 10)
+    monkeypatch.setattr(linear_integers, "_in_groups", lambda rows: widened.append(len(rows)) or in_groups(rows))
     for own, other in zip(quantised(data, bits).blocks[1:], at_once.blocks[1:], strict=True):
         assert own is other is None or torch.equal(own, other)
+    assert widened == [10] * (bits == 4) + [16, 16, 16, 2]
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -9,7 +9,7 @@ from kvkeeper.kernels.activations.grouped_linear import grouped_linear
 from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.attention.latent_attention import latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
-from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
+from kvkeeper.kernels.gpu.variants import MANY_STORED, MOST_SPLITS, group_tokens, num_splits, prefill_lens
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.attention import quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
@@ -113,6 +113,15 @@ def test_few_steps_reach_all_variants_of_grouped_products(experts, monkeypatch):
     assert fewest == group_tokens(num_experts, num_chosen)
     grouped_linear(nowhere(9999 * num_chosen, 64), weight, starts)
     assert len(seen) == len(fewest)
+
+
+def test_a_product_is_split_into_as_many_parts_as_are_added_up():
+    for rows, num_programs, num_slabs in product((16, 32, 64, 128), (1, 3, 32, 128, 129, 200, 1000), (1, 7, 16, 100, 512)):
+        parts = num_splits(rows, num_programs, num_slabs)
+        assert 1 <= parts <= min(num_slabs, MOST_SPLITS)
+        assert parts == 1 or num_programs * parts <= 400
+    assert num_splits(16, 32, 112) == 12
+    assert num_splits(16, 1, 112) == 14
 
 
 @pytest.mark.parametrize("bits", [8, 4])
