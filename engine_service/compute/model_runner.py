@@ -232,7 +232,9 @@ class ModelRunner:
     def _warm_up(self, bounds: StepBounds, *, with_retention: bool, progress: bool) -> None:
         prompt_lens = prefill_lens(self._model.config.query_groups)
         sizes = [size for size in self._step_sizes() if size <= bounds.most_step_tokens]
-        shapes = self._layout.block_size, bounds.most_tokens, prompt_lens, sizes
+        counts = group_tokens(1, 1) if isinstance(self._model, Decoder) and self._model.has_integers else []
+        counts = [count for count in counts if count <= bounds.most_step_tokens]
+        shapes = self._layout.block_size, bounds.most_tokens, prompt_lens, sizes, counts
         batches = list(warm_up_batches(*shapes, with_retention=with_retention))
         for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
             logits = self.forward(batch)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from kvkeeper.kernels.activations.add import add
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul, square_of_relu, weigh_by_sigmoid
 from kvkeeper.kernels.activations.linear import linear
+from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.attention.latent_attention import latent_layer
@@ -226,6 +227,11 @@ class Decoder:
             x = add(x, residual)
             residual = gate_layer_input(x, own, layer.own_input, self._gate, self.config.rms_norm_eps)
         return add(x, residual, layer.scale)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether products have weights of integers."""
+        return any(isinstance(layer.o, IntegerWeight) for layer in self._layers)
 
     @property
     def gives_logits(self) -> bool:

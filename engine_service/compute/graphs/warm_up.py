@@ -22,7 +22,13 @@ _MANY = 16  # decodes, among which a prefix in common is looked for
 
 
 def warm_up_batches(
-    block_size: int, most_tokens: int, prompt_lens: Iterable[int], step_sizes: Iterable[int], *, with_retention: bool
+    block_size: int,
+    most_tokens: int,
+    prompt_lens: Iterable[int],
+    step_sizes: Iterable[int],
+    row_counts: Iterable[int],
+    *,
+    with_retention: bool,
 ) -> Iterator[Batch]:
     """Decodes and prompts, short and long, apart and together, as far as a sequence may have so many tokens.
 
@@ -30,6 +36,7 @@ def warm_up_batches(
         most_tokens: of a sequence.
         prompt_lens: of prompts that reach all variants of attention, each by itself.
         step_sizes: tokens of steps that reach all variants of what is chosen by the number of a step's tokens.
+        row_counts: rows of steps that reach all variants of what is chosen by the number of rows whose logits are wanted.
         with_retention: with rows that have sink and window.
     """
     prompts = sorted({*prompt_lens, _SHORT_PROMPT, _LONG_PROMPT})
@@ -40,6 +47,7 @@ def warm_up_batches(
         kinds += [(True, [1, 1], context) for context in (_SHORT_CONTEXT, _LONG_CONTEXT)]
         kinds += [(True, [length], context) for length in prompts for context in (2, _LONG_CONTEXT)]
     kinds += [(False, _shared_out(size, min(_LONG_PROMPT, most_tokens)), 0) for size in step_sizes]
+    kinds += [(False, [1] * count, _SHORT_CONTEXT) for count in row_counts]
     longest = min(most_tokens, _LONG_CONTEXT)
     for is_cut, query_lens, context_len in kinds:
         lens = [min(count, longest) for count in query_lens]

@@ -9,6 +9,7 @@ from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
 from kvkeeper.engine_service.compute.graphs import graphed_steps
 from kvkeeper.engine_service.compute.graphs.step_inputs import StepInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
+from kvkeeper.engine_service.model.loading import filling
 from kvkeeper.engine_service.model.recurrent import delta_net, scan
 from kvkeeper.kernels.quantised import store as quantised_store
 from kvkeeper.kernels.types import CountedTensors
@@ -29,6 +30,15 @@ def on_cuda(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def nowhere(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor of any size without memory, claiming to be on CUDA: for launches that are compiled, not run."""
     return torch.empty(shape, dtype=dtype, device="meta").as_subclass(PretendCuda)
+
+
+def pretend_weights_on_cuda(monkeypatch):
+    """Weights that are loaded from here on claim to be on CUDA."""
+
+    def allocate(*shape, **kind):
+        return torch.empty(shape, **kind).as_subclass(PretendCuda)
+
+    monkeypatch.setattr(filling, "_allocate", allocate)
 
 
 def pretend_inputs_on_cuda(monkeypatch):

@@ -6,7 +6,6 @@ import torch
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.model import loader
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.loading import filling
 from kvkeeper.engine_service.model.loading.packing import Packing
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight, quantise_linear
@@ -14,7 +13,7 @@ from kvkeeper.kernels.types import LinearWeight
 from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
 from tests.support.slices import todays
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
-from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda
+from tests.unit.kernels.gpu.pretend import on_cuda, pretend_model_on_cuda, pretend_weights_on_cuda
 
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
@@ -29,10 +28,6 @@ class Restored(Packing):
         bias = None if weight.bias is None else on_cuda(weight.bias)[0]
         found = reference.restore_integers(quantise_linear(LinearWeight(*on_cuda(weight.data), bias), bits))
         return LinearWeight(found.data.float(), weight.bias)
-
-
-def allocate_there(*shape, device, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device=device).as_subclass(PretendCuda)
 
 
 def run(model, views_there):
@@ -55,7 +50,7 @@ def test_logits_are_those_of_the_restored_weights(name, dtype, tmp_path, monkeyp
         dense, _ = load_model(folder, dtype=dtype, progress=False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pretend_model_on_cuda(monkeypatch)
-    monkeypatch.setattr(filling, "_allocate", allocate_there)
+    pretend_weights_on_cuda(monkeypatch)
     there, _ = load_model(folder, dtype=dtype, progress=False)
     experts = there._layers[0].mlp
     weights = [there._lm_head, there._layers[0].qkv, there._layers[0].o]

@@ -47,7 +47,7 @@ def like(name, **overrides):
 OSS = {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
 # Heads and experts are those of real models: Llama 70B, Command R+, gpt-oss, Mixtral, Qwen3-30B-A3B, Llama 4. The last layer
 # computes few tokens of a step, so that experts have to be in another one as well. LIBRARY is computed by transformers. STORED
-# has K and V in 8 bits, with a tail.
+# has K and V in 8 bits, with a tail, and INTEGERS weights of 4 bits.
 MODELS = [
     like("llama"),
     like("llama", num_attention_heads=64, num_key_value_heads=8),
@@ -60,6 +60,7 @@ MODELS = [
     LIBRARY := like("qwen3", num_attention_heads=32),
     like("deepseek_v3", num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=16),
     STORED := like("llama", num_attention_heads=32, num_key_value_heads=4),
+    INTEGERS := like("qwen3_moe", num_attention_heads=32, num_key_value_heads=8, num_experts=32, num_experts_per_tok=4),
 ]  # fmt: skip
 IDS = [f"{model.name} {model.overrides.get('num_attention_heads', '')}".strip() for model in MODELS]
 
@@ -72,7 +73,7 @@ def runner(request, tmp_path, monkeypatch):
     if request.param is LIBRARY:
         model = load_checked_model(folder, "qwen3", "float32", **options)
     else:
-        model = load_model(folder, **options)[0]
+        model = load_model(folder, dtype="int4" if request.param is INTEGERS else "auto", **options)[0]
     layout, groups = make_kv_layout(model.config, model.dtype, BLOCK_SIZE), ()
     if request.param is STORED:
         layout, groups = stored_layout(model, FORMATS["int8"], BLOCK_SIZE, 256)
