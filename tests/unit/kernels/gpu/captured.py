@@ -12,12 +12,13 @@ import torch
 
 from kvkeeper.engine_service.compute.graphs import graphed_steps
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
+from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.sampling_params import GREEDY, NEUTRAL, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
 from tests.support.stand_ins.recorded_graphs import RecordedGraphs
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
-from tests.unit.kernels.gpu.pretend import on_cuda, pretend_inputs_on_cuda, pretend_model_on_cuda, pretend_weights_on_cuda
+from tests.unit.kernels.gpu.pretend import on_cuda, pretend_inputs_on_cuda, pretend_model_on_cuda
 
 BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 5
 BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE, most_step_tokens=16)
@@ -31,7 +32,7 @@ CHOSEN = [QWEN3, GEMMA2, LLAMA4]  # LLAMA4: chunks, the lengths that queries gro
 def all_claim_to_be_on_cuda(monkeypatch):
     pretend_model_on_cuda(monkeypatch)
     pretend_inputs_on_cuda(monkeypatch)
-    pretend_weights_on_cuda(monkeypatch)
+    monkeypatch.setattr(ExpertWeights, "packed", lambda self, pack: self)  # experts stay in one tensor, as on a device
 
 
 @pytest.fixture

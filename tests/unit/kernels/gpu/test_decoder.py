@@ -9,13 +9,14 @@ import torch
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.sampler import sample
 from kvkeeper.engine_service.compute.stored_model import kv_groups
+from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.slices import todays
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.captured import in_groups
-from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda, pretend_weights_on_cuda
+from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda
 
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
 BLOCK_SIZE, NUM_BLOCKS = 16, 24
@@ -48,7 +49,7 @@ def runners(folder, monkeypatch):
     model, _ = load_model(folder, progress=False)
     groups = kv_groups(model.config) if model.config.layer_heads else ()
     layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE, groups)
-    pretend_weights_on_cuda(monkeypatch)
+    monkeypatch.setattr(ExpertWeights, "packed", lambda self, pack: self)  # experts stay in one tensor, as on a device
     on_device, _ = load_model(folder, progress=False)
     num_bytes = max(len(groups), 1) * NUM_BLOCKS * layout.block_bytes
     memory = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]

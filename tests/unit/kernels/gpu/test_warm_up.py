@@ -19,6 +19,7 @@ from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import _ready_on_device, _refuses_retention, load_served_model
 from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.ranks import block_copies
 from kvkeeper.engine_service.ranks.block_copies import SWAP_OUT, BlockMover, SmallCopies, copy_spans
@@ -28,13 +29,14 @@ from kvkeeper.kernels.quantised.formats import FORMATS
 from tests.support.models.tiny_models import TinyModel, build_model_folder, tiny_model
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.captured import WAYS, all_claim_to_be_on_cuda
-from tests.unit.kernels.gpu.pretend import on_cuda
+from tests.unit.kernels.gpu.pretend import on_cuda, pretend_weights_on_cuda
 from tests.unit.kernels.gpu.specialised import note_launches
 
 __all__ = ["all_claim_to_be_on_cuda"]  # a fixture of the tests here
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 MOST_TOKENS, BUDGET, MOST_ROWS = 8192, 2048, 64
+PACKED = ExpertWeights.packed  # before it is replaced for models that are loaded on the CPU
 TABLE = np.zeros(MOST_TOKENS // BLOCK_SIZE, np.int32)
 
 
@@ -72,8 +74,12 @@ def runner(request, tmp_path, monkeypatch):
     folder, options = build_model_folder(tmp_path, request.param), {"device": torch.device("cpu"), "progress": False}
     if request.param is LIBRARY:
         model = load_checked_model(folder, "qwen3", "float32", **options)
+    elif request.param is INTEGERS:
+        monkeypatch.setattr(ExpertWeights, "packed", PACKED)
+        pretend_weights_on_cuda(monkeypatch)
+        model = load_model(folder, dtype="int4", **options)[0]
     else:
-        model = load_model(folder, dtype="int4" if request.param is INTEGERS else "auto", **options)[0]
+        model = load_model(folder, **options)[0]
     layout, groups = make_kv_layout(model.config, model.dtype, BLOCK_SIZE), ()
     if request.param is STORED:
         layout, groups = stored_layout(model, FORMATS["int8"], BLOCK_SIZE, 256)
