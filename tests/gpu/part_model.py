@@ -24,6 +24,7 @@ from kvkeeper.engine_service.compute.graphs.graph_api import CudaGraphs
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
 from kvkeeper.engine_service.compute.sampler import StepLogits, draw
 from kvkeeper.engine_service.model.decoder import Decoder
+from kvkeeper.engine_service.model.dtype_name import DtypeChoice
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_layers
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import Batch
@@ -63,6 +64,9 @@ def run(is_dry: bool) -> Iterator[Check]:
         yield from _steps(model, shape, device, sizes)
         # Those of a graph of 48 rows, two rows of sixteen members and a rest among them.
         yield guarded("graph_shared_prefix", partial(_shared_prefix, model, shape, device, 3 if is_dry else 44))
+        del model
+        for dtype in ("int8", "int4"):
+            yield from _integers(path, shape, device, dtype, sizes[:1] if is_dry else (1, 64))
         small = [dataclasses.replace(shape, name=f"{shape.name}-4", num_layers=4) for shape in (LLAMA_1B, QWEN3_06B)]
         for shape in (TINY,) if is_dry else small:
             yield guarded(f"logits_{shape.name}", partial(_logits_of_shape, Path(folder), shape, device))
@@ -197,6 +201,31 @@ def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) ->
         batch = _rows(shape, size, _CONTEXT, _CONTEXT + 1, num_tokens)
         for label, runner in (("plain", plain), ("graph", other)):
             yield guarded(f"profile_{label}_{size}", partial(_profile, f"{label}-{size}", runner, batch))
+
+
+def _integers(path: Path, shape: Shape, device: str, dtype: DtypeChoice, sizes: tuple[int, ...]) -> Iterator[Check]:
+    """Weights of few bits: what a load takes of the device, graphs against plain steps, and what a step costs.
+
+    A rehearsal loads bfloat16: what a CPU has instead needs the extra `cpu`.
+    """
+    before, began = torch.cuda.memory_allocated() if device == "cuda" else 0, time.perf_counter()
+    model, _ = load_model(path, device=device, dtype=dtype if device == "cuda" else "bfloat16", progress=False)
+    figures = {"s": time.perf_counter() - began}
+    if device == "cuda":  # the head is an eighth more of bits, and the embeddings of 16 bits lie beside it
+        figures["mib"] = (torch.cuda.memory_allocated() - before) / 2**20
+        figures["mib_while_loading"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    yield Check(f"load_{dtype}", None, figures)
+    most, num_tokens = max(sizes), _CONTEXT + 1
+    plain, other = _runner(model, most, num_tokens), _runner(model, most, num_tokens)
+    if device == "cuda":
+        _capture(other, StepBounds(most, 4096))
+    for runner in (plain, other):
+        for first in range(0, most, 16):
+            runner.forward(_last_rows(_rows(shape, min(first + 16, most), 0, _CONTEXT, num_tokens), first))
+    for size in sizes:
+        batch = _rows(shape, size, _CONTEXT, _CONTEXT + 1, num_tokens)
+        yield guarded(f"graph_logits_{dtype}_{size}", partial(_same_logits, plain, other, f"{dtype}_{size}", batch))
+        yield guarded(f"step_{dtype}_{size}", partial(_cost, "graph", other, f"{dtype}_{size}", batch))
 
 
 def _with_prompts(shape: Shape, decodes: int, prompts: int, length: int, num_tokens: int) -> Batch:
