@@ -99,7 +99,7 @@ class ExpertWeights:
         if gate_up is None or down is None or self.routing.weighs_inputs:
             return
         object.__setattr__(self, "tables", (gate_up, down))
-        if not self.routing.is_wide:  # what is packed is not seen as numbers
+        if not self.routing.is_wide or self.router.data.dtype is torch.float32:  # what is packed is not seen as numbers
             object.__setattr__(self, "router", pack_linear(self.router))
         if self.shared_gate is not None:
             object.__setattr__(self, "shared_gate", pack_linear(self.shared_gate))
@@ -197,7 +197,7 @@ def _apply_sorted(
 def route(x: torch.Tensor, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of each token's experts, and which they are: [T, num_chosen] each. Scores are in float32."""
     routing = weights.routing
-    if routing.is_wide:
+    if routing.is_wide and x.dtype is not torch.float32:
         logits = torch.nn.functional.linear(x.float(), weights.router.data.float(), weights.router.bias)
     else:
         logits = linear(x, weights.router)
