@@ -32,7 +32,18 @@ OF_OTHER_EXTRAS = (  # `cpu`, `http`, `gateway`, `remote`, `events`, `gguf`
         for name in (
             *(
                 f"{of}_kernels"
-                for of in ("attention", "conv", "delta", "integer", "penalty", "product", "program", "quantised", "row")
+                for of in (
+                    "attention",
+                    "conv",
+                    "delta",
+                    "expert",
+                    "integer",
+                    "penalty",
+                    "product",
+                    "program",
+                    "quantised",
+                    "row",
+                )
             ),
             *("attention_tiles", "delta_tiles", "integer_tiles", "kernel_parts", "key_tiles", "number_formats", "tiles"),
         )
