@@ -120,7 +120,8 @@ class ExpertWeights:
         gate_up, down = make_table(each.gate_up for each in experts), make_table(each.down for each in experts)
         if gate_up is None or down is None or self.routing.weighs_inputs:
             return found
-        router = self.router if self.routing.is_wide else pack_linear(self.router)  # what is packed is not seen as numbers
+        is_widened = self.routing.is_wide and self.router.data.dtype is not torch.float32  # and packed it could not be
+        router = self.router if is_widened else pack_linear(self.router)
         shared_gate = None if self.shared_gate is None else pack_linear(self.shared_gate)
         return replace(found, tables=(gate_up, down), router=router, shared_gate=shared_gate)
 
@@ -208,7 +209,7 @@ def _apply_sorted(
 def route(x: torch.Tensor, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of each token's experts, and which they are: [T, num_chosen] each. Scores are in float32."""
     routing = weights.routing
-    if routing.is_wide:
+    if routing.is_wide and x.dtype is not torch.float32:
         logits = torch.nn.functional.linear(x.float(), weights.router.data.float(), weights.router.bias)
     else:
         logits = linear(x, weights.router)

@@ -209,12 +209,9 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["lfm2", "nemotron_h_biased", "qwen3_next"])
-def test_decodes_without_experts_are_programs_with_the_numbers_of_plain_passes(name: str, tmp_path: Path) -> None:
-    kind = tiny_model(name)
-    changes = {"mlp_only_layers": [0, 1, 2, 3]} if name == "qwen3_next" else {}
-    dense = dataclasses.replace(kind, overrides=kind.overrides | changes)
-    own = load_model(build_model_folder(tmp_path, dense), progress=False)[0]
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h_biased", "nemotron_3_nano", "qwen3_next"])
+def test_decodes_are_programs_with_the_numbers_of_plain_passes(name: str, tmp_path: Path) -> None:
+    own = load_model(build_model_folder(tmp_path, tiny_model(name)), progress=False)[0]
     cases = [case for case in CASES if not case.preempt_at]
     plain, recorded = (HandTables(own, SIZE, checkpoint_blocks=2, num_blocks=400) for _ in range(2))
     plain.runner.programs = None
