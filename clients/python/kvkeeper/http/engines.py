@@ -5,6 +5,7 @@ Where other hosts reach the front, an engine that asks for no keys is not shown 
 What the engine says of its model is kept for some seconds; what its tokens spell is kept as long as the model is the same.
 """
 
+import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from kvkeeper.http.errors import HttpError
 from kvkeeper.http.responses import Form, choose_form
 
 _MODEL_S = 5.0
+_HEALTH_S = 0.9  # Kubernetes' probes wait for 1 s, and the client would look for an engine that is away for longer
 _MOST_PIECES = 4096  # of one call
 
 
@@ -95,9 +97,12 @@ class Engines:
         return self._by_key.setdefault(key, engine)
 
     async def is_serving(self) -> bool:
-        """Whether the engine takes requests."""
+        """Whether the engine takes requests. An engine that is away is waited for for less time than a probe waits."""
         try:
-            await self._open.client.model()
+            async with asyncio.timeout(_HEALTH_S):
+                await self._open.client.model()
+        except TimeoutError:
+            return False
         except KvkeeperError as error:
             return error.code is grpc.StatusCode.UNAUTHENTICATED  # it is there, and asks for a key
         return True
