@@ -5,6 +5,7 @@ kernel would kill an engine in too small a control group in the middle of loadin
 weight files, not the weights. A config that passes can still fail when the model is loaded.
 """
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -62,8 +63,23 @@ def check_start(config: EngineConfig) -> None:
         require(needed_bytes(config, memory))
     except OutOfMemory as error:
         text = f"its weights take {size(memory.weights)} in {memory.dtype}, and torch as much as {size(_PROGRAM_BYTES)}"
-        hint = "; --dtype bfloat16 takes half for the weights" if memory.dtype == "float32" else ""
-        raise StartError(f"--model {config.model}: {text}: {error}{hint}") from None
+        raise StartError(f"--model {config.model}: {text}: {error}{_smaller_dtype(config, memory)}") from None
+
+
+def _smaller_dtype(config: EngineConfig, memory: ModelMemory) -> str:
+    """What to type for weights that fit, if any do."""
+    for dtype in ("bfloat16", "int8", "int4"):
+        if dtype in INTEGER_BITS and (missing("numba") or config.cpu_kernels == "torch"):
+            continue
+        smaller = dataclasses.replace(config, dtype=dtype)
+        try:
+            found = model_memory(smaller)
+            require(needed_bytes(smaller, found))
+        except (StartError, OutOfMemory):
+            continue
+        if found.weights < memory.weights:
+            return f"; with --dtype {dtype} they take {size(found.weights)}"
+    return ""
 
 
 def check_kernel(config: EngineConfig) -> None:

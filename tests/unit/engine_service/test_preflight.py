@@ -16,7 +16,7 @@ from kvkeeper.engine_service import preflight
 from kvkeeper.engine_service.config import SOURCE, EngineConfig
 from kvkeeper.engine_service.model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.preflight import check_start, model_memory, needed_bytes
+from kvkeeper.engine_service.preflight import ModelMemory, check_start, model_memory, needed_bytes
 
 MIB = 1 << 20
 NUM_ELEMENTS = sum(each.num_elements for each in tensor_sizes(list_weight_files(DEMO_MODEL_DIR)))
@@ -116,9 +116,22 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_takes(monkeypatch: py
     monkeypatch.setattr(memory_limit, "available_bytes", lambda: needed - MIB)
     line = refusal(config)
     assert line.startswith(f"--model {DEMO_MODEL_DIR}: its weights take ")
-    for part in ("MiB in float32", "are wanted", "are available", "--dtype bfloat16 takes half"):
+    for part in ("MiB in float32", "are wanted", "are available", "; with --dtype bfloat16 they take "):
         assert part in line
     check_start(config_of(DEMO_MODEL_DIR, dtype="bfloat16"))
+
+
+def test_the_first_dtype_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    weights = {"auto": 32, "bfloat16": 16, "int8": 10, "int4": 7}
+    monkeypatch.setattr(preflight, "model_memory", lambda config: ModelMemory(weights[config.dtype] << 30, 0, config.dtype))
+    config = config_of(DEMO_MODEL_DIR)
+    for available, named in ((17, "bfloat16"), (15, "int8"), (9, "int4"), (6, "")):
+        monkeypatch.setattr(memory_limit, "available_bytes", lambda available=available: available << 30)
+        found = refusal(config).partition("; with --dtype ")[2]
+        assert found == (f"{named} they take {weights[named]} GiB" if named else "")
+        on_torch = refusal(config_of(DEMO_MODEL_DIR, cpu_kernels="torch"))
+        assert ("; with --dtype" in on_torch) == (named == "bfloat16")
 
 
 def test_the_weights_count_in_the_dtype_that_is_computed_in() -> None:
