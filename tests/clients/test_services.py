@@ -153,6 +153,12 @@ async def test_a_prompt_is_explained_before_and_after_it_was_computed(services: 
     (found,) = json.loads((await kvkeeper("explain", prompt, *addresses, "--json")).out)["pools"]
     assert found["num_hit_tokens"] >= 16
     assert found["end"] in ("MATCH_END_COMPLETE", "MATCH_END_PARTIAL_BLOCK")
+    async with AsyncEngineClient(services.engine) as client:
+        token_ids = await client.tokenize(prompt)
+    by_ids = await kvkeeper("explain", "--token-ids", ",".join(map(str, token_ids)), *addresses, "--json")
+    assert json.loads(by_ids.out)["pools"] == [found]
+    refused = await kvkeeper("explain", "--token-ids", "1,two", *addresses)
+    assert (refused.exit_code, refused.out) == (2, "") and "--token-ids: a whole number, not 'two'" in refused.err
 
 
 async def test_a_hint_moves_a_cached_prompt_and_tells_how_much_it_reached(services: Services) -> None:
