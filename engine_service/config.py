@@ -279,8 +279,8 @@ class EngineConfig(ServiceConfig):
         "auto",
         "how a CPU computes: with kernels compiled for it, or with torch",
         choices=_CPU_KERNELS,
-        details="The compiled ones are for float32, bfloat16 and int8, and need the extra cpu; auto takes them where it is"
-        " installed.",
+        details="The compiled ones are for float32, bfloat16, int8 and int4, and need the extra cpu; auto takes them where"
+        " it is installed.",
     )
     graphs: bool = _model(
         True,

@@ -25,7 +25,7 @@ from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, get_dtype, wants_co
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.hub_cache import SNAPSHOTS
 from .model.checkpoint.json_file import CONFIG_FILE
-from .model.checkpoint.text_part import WRAPPER, read_text_config, text_name
+from .model.checkpoint.text_part import WRAPPER, find_layer, read_text_config, text_name
 from .model.checkpoint.unneeded import HEAD
 from .model.config import not_native, parse_model_config, why_library
 from .model.dtype_name import DTYPE_BYTES, INTEGER_BITS, dtype_name, weight_bytes
@@ -33,7 +33,6 @@ from .model.left_out import list_left_out, others_left_out
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_LAYER = re.compile(r"model\.layers\.\d+\.")
 _PACKAGES = ("torch", "safetensors", "tokenizers", "llguidance", "jinja2")  # of the extra `engine`, on every machine
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, on any machine on which CUDA can run
 # Of torch, other imports, and a first step, measured 180 MB beside the weights, and of compiling kernels, 80 MB.
@@ -99,7 +98,7 @@ def check_kernels(config: EngineConfig) -> None:
     if config.cpu_kernels != "compiled":
         return
     if not wants_compiled(config):
-        raise StartError("--cpu-kernels compiled: they are for --device cpu with --dtype float32, bfloat16 or int8")
+        raise StartError("--cpu-kernels compiled: they are for --device cpu with --dtype float32, bfloat16, int8 or int4")
     if missing("numba"):
         raise StartError(f"--cpu-kernels compiled: numba is not installed; install it with: {install_command('cpu')}")
 
@@ -161,10 +160,10 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     if scheme is not None:  # what is restored from it is float32, and its scales are spread
         largest = max(largest, 8 * max(counts, default=0))
     by_name = {text_name(each.name): count for each, count in zip(sizes, counts, strict=True)}
-    layers = Counter[str]()
+    layers = Counter[int]()
     for name, count in by_name.items():
-        if layer := _LAYER.match(name):
-            layers[layer[0]] += count
+        if (layer := find_layer(name)) is not None:
+            layers[layer] += count
     is_packed = is_native and device_type == "cpu"
     beside = largest + (max(layers.values(), default=0) * DTYPE_BYTES[dtype] if is_packed else 0)
     if config.dtype not in INTEGER_BITS:

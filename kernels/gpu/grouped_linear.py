@@ -17,14 +17,19 @@ GROUPS_AT_ONCE = 256
 
 
 @triton.jit
-def find_group(starts_ptr, num_groups, program, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """The group of a program: group g has the programs from starts[g] // ROWS + g on, at least as many as it needs."""
+def find_rows(starts_ptr, num_groups, program, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """The group of a program, the first of its rows, and the end of the group's; a program too many begins at the end or later.
+
+    Group g has the programs from starts[g] // ROWS + g on, at least as many as it needs.
+    """
     num_begun = 0
     for first in range(0, num_groups, GROUPS):
         groups = first + tl.arange(0, GROUPS)
         starts = tl.load(starts_ptr + groups, mask=groups < num_groups, other=0)
         num_begun += tl.sum(((starts // ROWS + groups <= program) & (groups < num_groups)).to(tl.int32), 0)
-    return num_begun - 1
+    group = num_begun - 1
+    start, end = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
+    return group, start + (program - start // ROWS - group) * ROWS, end
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -44,10 +49,7 @@ def grouped_linear_kernel(
     COMPUTE: tl.constexpr,
 ):
     """ROWS rows of one group by COLS outputs, DEPTH inputs at a time."""
-    program = tl.program_id(0)
-    group = find_group(starts_ptr, num_groups, program, ROWS, GROUPS)
-    start, end = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
-    first = start + (program - start // ROWS - group) * ROWS
+    group, first, end = find_rows(starts_ptr, num_groups, tl.program_id(0), ROWS, GROUPS)
     if first >= end:
         return
     rows = first + tl.arange(0, ROWS)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..device_integers import DeviceIntegers
 from .attention_tiles import COMPUTE_TYPES
-from .grouped_linear import GROUPS_AT_ONCE, find_group
+from .grouped_linear import GROUPS_AT_ONCE, find_rows
 from .sizes import cdiv
 from .variants import MOST_SPLITS, group_rows, num_splits
 
@@ -73,9 +73,7 @@ def integer_linear_kernel(
     if starts_ptr is None:
         group, first, end = 0, program * ROWS, num_rows
     else:
-        group = find_group(starts_ptr, num_groups, program, ROWS, GROUPS)
-        start, end = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
-        first = start + (program - start // ROWS - group) * ROWS
+        group, first, end = find_rows(starts_ptr, num_groups, program, ROWS, GROUPS)
     if first >= end:
         return
     rows = first + tl.arange(0, ROWS)

@@ -208,6 +208,8 @@ def _integers(path: Path, shape: Shape, device: str, dtype: DtypeChoice, sizes: 
 
     A rehearsal loads bfloat16: what a CPU has instead needs the extra `cpu`.
     """
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     before, began = torch.cuda.memory_allocated() if device == "cuda" else 0, time.perf_counter()
     model, _ = load_model(path, device=device, dtype=dtype if device == "cuda" else "bfloat16", progress=False)
     figures = {"s": time.perf_counter() - began}

@@ -34,6 +34,7 @@ _TEXT: Final = re.compile(rf"(?:{_PREFIX})(?:backbone\.)?|backbone\.")
 TO_TEXT_NAMES: Final = {rf"^{_PREFIX}lm_head\.": "lm_head.", f"^{_PREFIX}": "model."}  # as patterns and what replaces them
 _SPELT: Final = {"embeddings.": "embed_tokens.", "norm_f.": "norm."}  # of what is within
 _PART: Final = re.compile(r"(?:model\.)?([^.]+)")
+_LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 _TEXT_PARTS: Final = frozenset(("embed_tokens", "embedding_norm", "layers", "lm_head", "norm", "rotary_emb"))
 
 
@@ -73,6 +74,12 @@ def text_name(name: str) -> str:
     spelt = next((other for other in _SPELT if own.startswith(other)), "")
     own = _SPELT.get(spelt, "") + own.removeprefix(spelt)
     return own if own.startswith("lm_head.") else f"model.{own}"
+
+
+def find_layer(name: str) -> int | None:
+    """The number of the layer that a tensor of the text model belongs to; None: it belongs to none."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
 
 
 def other_part(name: str) -> str:

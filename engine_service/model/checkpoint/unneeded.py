@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final
 
+from .text_part import find_layer
+
 HEAD: Final = "lm_head."
 EMBEDDINGS: Final = "model.embed_tokens."
 _FREQUENCIES: Final = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
-_FURTHER: Final = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # joins the embedding of a further token to a hidden state
-_KV: Final = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
+_FURTHER: Final = re.compile(r"model\.layers\.\d{1,9}\.eh_proj\.")  # joins the embedding of a further token to a hidden state
+_KV: Final = re.compile(r"model\.layers\.\d{1,9}\.self_attn\.[kv]_(proj|norm)\.")
 _ROUNDING: Final = frozenset(
     ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_scale")
 )
@@ -39,14 +40,13 @@ def unneeded(
     """
     found = {name: "follows from config.json" for name in names if _FREQUENCIES.fullmatch(name)}
     if num_kv_layers < num_layers:
-        sharing = {name: int(match[1]) for name in names if (match := _KV.match(name))}
-        reason = "its layer reads the K and V of another one"
-        found |= {name: reason for name, layer in sharing.items() if num_kv_layers <= layer < num_layers}
+        reason, sharing = "its layer reads the K and V of another one", range(num_kv_layers, num_layers)
+        found |= {name: reason for name in names if _KV.match(name) and find_layer(name) in sharing}
     if of_further_tokens:
         found |= {name: "predicts further tokens" for name in names if name.startswith(of_further_tokens)}
     if has_later_layers:
-        further = {match[1] for match in map(_FURTHER.match, names) if match and int(match[1]) >= num_layers}
-        found |= {name: "predicts further tokens" for name in names if (of := _LAYER.match(name)) and of[1] in further}
+        further = {find_layer(name) for name in names if _FURTHER.match(name)} - {*range(num_layers)}
+        found |= {name: "predicts further tokens" for name in names if find_layer(name) in further}
     if part_of is not None:
         reason = "says how a server may round what it computes; here nothing is rounded so"
         found |= {name: reason for name in names if part_of(name) in _ROUNDING}

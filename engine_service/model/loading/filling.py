@@ -5,7 +5,6 @@ the packed model and of the layers that are being read, which is one as files ar
 stored once.
 """
 
-import re
 from functools import partial
 from typing import Final
 
@@ -14,6 +13,7 @@ import torch
 from ..checkpoint.destination import Destination
 from ..checkpoint.errors import UnsupportedModelError, WeightsError, name_first
 from ..checkpoint.safetensors_files import StoredTensor
+from ..checkpoint.text_part import find_layer
 from ..checkpoint.unneeded import EMBEDDINGS, HEAD
 from ..config import ModelConfig
 from ..decoder import DecoderWeights, LayerWeights
@@ -22,7 +22,6 @@ from .packing import Packing
 from .weight_map import allocate_layer, allocate_rest
 
 WEIGHT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def _allocate(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,7 +32,7 @@ class Filling:
     """The weights of one load."""
 
     def __init__(self, config: ModelConfig, split: Split, dtype: torch.dtype, device: torch.device, packing: Packing) -> None:
-        """config: of the whole model. Raises UnsupportedModelError where it cannot be split so."""
+        """config: of the whole model."""
         self._config, self._split, self._packing = config, split, packing
         self._empty = partial(_allocate, dtype=dtype, device=device)
         self._rest, self._wanted = allocate_rest(config, split, self._empty)
@@ -53,7 +52,7 @@ class Filling:
             UnsupportedModelError: another dtype.
             KernelArgumentError, UnsupportedDeviceError: as of Packing.
         """
-        index = self._find_layer(name)
+        index = find_layer(name)
         wanted = self._wanted if index is None else self._begin(index)
         destination = wanted.pop(name, None)
         if destination is None:
@@ -79,13 +78,9 @@ class Filling:
         self._rest.layers.extend(self._finished[index] for index in range(self._config.num_layers))
         return self._rest
 
-    def _find_layer(self, name: str) -> int | None:
-        found = _LAYER.match(name)
-        return int(found[1]) if found and int(found[1]) < self._config.num_layers else None
-
     def _begin(self, index: int) -> dict[str, Destination]:
-        """What is left of a layer, which is allocated where nothing of it has come."""
-        if index in self._finished:
+        """What is left of a layer, which is allocated where nothing of it has come; nothing, where the model has none such."""
+        if index in self._finished or index >= self._config.num_layers:
             return {}
         if index not in self._begun:
             self._begun[index] = allocate_layer(self._config, self._split, index, self._empty)

@@ -33,7 +33,7 @@ class Packing:
     """
 
     def __init__(self, config: ModelConfig, split: Split, bits: Literal[8, 4] | None) -> None:
-        """config: of the whole model."""
+        """config: of the whole model. Raises UnsupportedModelError where it cannot be split so."""
         self._config, self._split, self._bits = config_of_rank(config, split), split, bits
 
     def finish_layer(self, layer: LayerWeights) -> LayerWeights:

@@ -33,8 +33,7 @@ def allocate_layer(config: ModelConfig, split: Split, index: int, empty: Empty) 
 
 
 def allocate_rest(config: ModelConfig, split: Split, empty: Empty) -> tuple[DecoderWeights, Destinations]:
-    """The same of all but the layers. Raises UnsupportedModelError where the model cannot be split so."""
-    config_of_rank(config, split)
+    """The same of all but the layers."""
     embed, norm = empty(config.vocab_size, config.hidden_size), empty(config.hidden_size)
     destinations = {"model.embed_tokens.weight": take_all(embed), "model.norm.weight": take_all(norm)}
     lm_head: torch.Tensor | None = None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.model.decoder import LayerWeights
 from kvkeeper.engine_service.model.dtype_name import DtypeChoice
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.loading import filling
@@ -25,6 +27,14 @@ LARGE = dataclasses.replace(
 OTHER_BYTES = 8 << 20  # of torch, and of a matrix's integers while they are laid out
 
 
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    pytest.importorskip("numba")
+    compiled.switch(on=True)
+    yield
+    compiled.switch(on=False)
+
+
 def own_bytes() -> int:
     """Memory of this process that no file stands behind."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -32,16 +42,15 @@ def own_bytes() -> int:
 
 
 @pytest.mark.parametrize("dtype", ["int4", "int8", "float32"])
+@pytest.mark.usefixtures("kernels")
 def test_a_load_takes_what_the_check_before_it_says(
     dtype: DtypeChoice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba")
-    compiled.switch(on=True)
     folder = build_model_folder(tmp_path, LARGE)
     found: list[int] = []
 
     class Watched(filling.Packing):
-        def finish_layer(self, layer):  # type: ignore[no-untyped-def]
+        def finish_layer(self, layer: LayerWeights) -> LayerWeights:
             found.append(own_bytes())
             made = super().finish_layer(layer)
             found.append(own_bytes())
@@ -53,7 +62,6 @@ def test_a_load_takes_what_the_check_before_it_says(
     said = check_model(folder, EngineConfig(model=str(folder), dtype=dtype))
     before = own_bytes()
     model, _ = load_model(folder, dtype=dtype, progress=False)
-    compiled.switch(on=False)
     assert len(found) == 2 * NUM_LAYERS
     assert max(found) - before < said.weights + said.beside + OTHER_BYTES
     dense = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values()) * 4
