@@ -220,6 +220,17 @@ def test_tensors_must_be_exactly_the_models(folder):
         load_model(folder, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("model", "part"), [("deepseek_v3", "eh_proj"), ("gemma4_e2b", "self_attn.k_proj"), ("llama", "o_proj")]
+)
+def test_a_number_of_any_length_is_no_layer_of_the_model(tmp_path, model, part):
+    folder = build_model_folder(tmp_path, MODELS[model])
+    name = f"model.layers.{'9' * 5000}.{part}.weight"
+    change_weights(folder, lambda tensors: tensors.update({name: torch.zeros(3)}))
+    with pytest.raises(WeightsError, match=r"is not part of the model that config\.json describes"):
+        load_model(folder, progress=False)
+
+
 def test_weights_in_a_dtype_that_is_not_built(folder):
     change_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int32)}))
     with pytest.raises(UnsupportedModelError, match="int32"):
