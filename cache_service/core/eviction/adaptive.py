@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..values.distinct import are_among
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array
 from .block_queue import BlockQueue, Stamps
 from .credit import ANY_DIFFERENCE, Credit
@@ -47,7 +48,7 @@ from .use_history import MOST_IN_BATCH, History
 _LEAST_LESSON = 256  # blocks between two lessons
 _LESSON_SAMPLE = 4096  # waiting blocks and ghosts looked at in a lesson, so that it does not grow with the pool
 _SAMPLE = 1024  # leaves looked at in a choice, likewise
-_AT_ONCE, _AT_ONCE_LATE = 16, 12  # of so many leaves one is ranked before they are compared anew; more where a step waits
+_AT_ONCE, _AT_ONCE_LATE = 16, 4  # of so many leaves one is ranked before they are compared anew; more where a step waits
 _LEAST_RANKED, _MOST_RANKED = 16, 1024  # victims ranked at once,
 _RANKED_SHARE = 32  # about the cache divided by this
 _KEPT_OF_MOST = 0.99  # what is left of the most victims of one step after the next one
@@ -330,7 +331,7 @@ class AdaptivePolicy:
         keys = self._keys(leaves)
         chosen = keys < self._ranked.keys[-1]
         if np.count_nonzero(chosen):
-            chosen &= ~np.isin(leaves, ranked.blocks)
+            chosen &= ~are_among(leaves, ranked.blocks)
             blocks, keys = self._with_parents(leaves[chosen], keys[chosen], self._num_ranked)
             keys = np.concatenate([ranked.keys, keys])
             blocks = np.concatenate([ranked.blocks, blocks])

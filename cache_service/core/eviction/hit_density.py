@@ -40,15 +40,16 @@ class HitDensity:
     """table [NUM_CLASSES, NUM_AGES]."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._unit = max(1, num_blocks // UNITS_PER_TURNOVER)
-        self._reuses = _Events(self._unit)
-        self._lost = _Events(self._unit)
+        unit = max(1, num_blocks // UNITS_PER_TURNOVER)
+        self._ends = np.ceil(unit * _EDGES[1:-1]).astype(np.int64)
+        self._reuses = _Events(self._ends)
+        self._lost = _Events(self._ends)
         # Before anything is known the age decides: least recently used first.
         self.table: FloatArray = np.tile(1 / (1 + np.arange(NUM_AGES)), (NUM_CLASSES, 1))
 
     def of(self, blocks: Traces, now: int) -> FloatArray:
         """[n] hit densities."""
-        return np.asarray(self.table[blocks.classes, _age_idx(now - blocks.stamps, self._unit)])
+        return np.asarray(self.table[blocks.classes, _age_idx(now - blocks.stamps, self._ends)])
 
     def saw_reuse(self, blocks: Traces, now: int, weight: int = 1) -> None:
         """These blocks are used again now; each stands for so many."""
@@ -61,7 +62,7 @@ class HitDensity:
     def learn(self, waiting: list[tuple[Traces, int]], now: int, request_len: float) -> None:
         """Computes the table anew. waiting: samples of the waiting blocks, with the number of blocks that each stands for."""
         reuses, lost = self._reuses.weights(), self._lost.weights()
-        lost = lost + sum(every * _count(sample, now, self._unit) for sample, every in waiting)
+        lost = lost + sum(every * _count(sample, now, self._ends) for sample, every in waiting)
         reached = np.cumsum((reuses + lost)[:, ::-1], axis=1)[:, ::-1] - lost / 2
         average = reuses.sum(0) / np.maximum(reached.sum(0), 1)
         mixed_in = _REQUESTS_MIXED_IN * request_len
@@ -77,8 +78,8 @@ class HitDensity:
 class _Events:
     """How often something happened in each cell, [NUM_CLASSES, NUM_AGES]."""
 
-    def __init__(self, unit: int) -> None:
-        self._unit = unit
+    def __init__(self, ends: Int64Array) -> None:
+        self._ends = ends
         self._weights: FloatArray = np.zeros((NUM_CLASSES, NUM_AGES))
         self._kept: list[tuple[Traces, int, int]] = []
         self._num_uncounted = 0
@@ -104,30 +105,29 @@ class _Events:
             classes = np.concatenate([blocks.classes for blocks, _ in same])
             turns = np.concatenate([blocks.turns for blocks, _ in same])
             ages = np.concatenate([now - blocks.stamps for blocks, now in same])
-            self._weights += weight * _count(Traces(classes, turns, -ages), 0, self._unit)
+            self._weights += weight * _count(Traces(classes, turns, -ages), 0, self._ends)
         self._kept, self._num_uncounted = [], 0
 
 
-def _age_idx(ages: Int64Array, unit: int) -> Int64Array:
-    """Half octaves of units: 0 up to 1, then from 1.4, 2, 2.8, 4, 5.7 on ..."""
-    idx = (2 * np.log2(np.maximum(ages / unit, 1))).astype(np.int64)
-    return np.minimum(idx, NUM_AGES - 1)
+def _age_idx(ages: Int64Array, ends: Int64Array) -> Int64Array:
+    """Half octaves of units: 0 up to 1.4, then from 1.4, 2, 2.8, 4, 5.7 on ... ends: of all but the last."""
+    return np.searchsorted(ends, ages, side="right")
 
 
-def _count(blocks: Traces, now: int, unit: int) -> FloatArray:
+def _count(blocks: Traces, now: int, ends: Int64Array) -> FloatArray:
     """The number of blocks in each cell; unknown blocks are left out."""
     known = blocks.turns > 0
-    cells = blocks.classes[known].astype(np.int64) * NUM_AGES + _age_idx(now - blocks.stamps[known], unit)
+    cells = blocks.classes[known].astype(np.int64) * NUM_AGES + _age_idx(now - blocks.stamps[known], ends)
     return np.bincount(cells, minlength=NUM_CLASSES * NUM_AGES).reshape(NUM_CLASSES, NUM_AGES).astype(np.float64)
 
 
 def _best_ratio(chances: FloatArray) -> FloatArray:
     """[classes, ages] from chances per cell: max over ends of (chance of a reuse until then) / (expected time until then)."""
     chances = np.clip(chances, 0, 0.999)
-    stays = np.cumsum(np.log1p(-chances), axis=1)
-    before = np.concatenate([np.zeros((len(chances), 1)), stays[:, :-1]], axis=1)
-    reaches = np.where(_LATER, np.exp(np.minimum(before[:, None, :] - before[:, :, None], 0)), 0)
+    stays = np.cumprod(1 - chances, axis=1)  # at least 1e-96
+    before = np.concatenate([np.ones((len(chances), 1)), stays[:, :-1]], axis=1)[:, :, None]
+    reaches = np.where(_LATER, before.transpose(0, 2, 1) / before, 0)
     takes = np.cumsum(reaches * ((1 - chances / 2) * np.diff(_EDGES))[:, None, :], axis=2)
-    returns = 1 - np.exp(np.minimum(stays[:, None, :] - before[:, :, None], 0))
+    returns = 1 - stays[:, None, :] / before
     ratios = np.where(_LATER, returns / np.where(_LATER, takes, 1), 0)
     return np.asarray(ratios.max(axis=2))

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.clock import Clock
+from ..values.distinct import are_among, distinct
 from ..values.kv_spec import WHOLE, ReadSpan
 from ..values.scopes import get_tenant
 from ..values.types import Int32Array, MatchEnd, Tier
@@ -162,7 +163,7 @@ class PrefixIndex:
         lost, named = self.partials.split_off(blocks)
         named = named[self._forget_alone(named, cause)] if self.held.has_groups else named
         lost = np.append(lost, self.forget_nodes(self.node_of_block[named], cause))
-        return np.setdiff1d(lost, blocks) if len(lost) else lost
+        return distinct(lost[~are_among(lost, blocks)])
 
     def forget_nodes(self, nodes: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Forgets these nodes (0 is none) and all nodes below. Returns the blocks that lost their node.
