@@ -193,7 +193,7 @@ def _flashinfer(dtype: torch.dtype, device: str, head_dim: int, package: Any, **
     q, locs = random_queries(sum(queries), 8, head_dim, dtype), locs_of(queries)
     args = world.layer, world.block_tables, world.seq_lens, locs
     expected = reference.paged_attention_prefill(q, *args, scale=_SCALE, **options)
-    pages = find_pages(*(each.numpy() for each in args[1:]), 16, options.get("window"))
+    pages = find_pages(args[1].numpy(), args[2].numpy(), args[3].numpy(), 16, options.get("window"))
     workspace = make_workspace(torch.device(device), 4, head_dim)
     plan = FlashInferPlan(Wrappers(package, workspace), pages, torch.from_numpy(pages.pages).to(device))
     there = [tensor.to(device) for tensor in _with_layer(world, [q, *args], device)]

@@ -293,7 +293,7 @@ def _flashinfer_prefill(
         return {}
     head_dim = q.shape[2]
     workspace = make_workspace(q.device, _HEADS // _KV_HEADS, head_dim)
-    pages = find_pages(*(each.cpu().numpy() for each in (tables, lens, locs)), _BLOCK_SIZE, None)
+    pages = find_pages(tables.cpu().numpy(), lens.cpu().numpy(), locs.cpu().numpy(), _BLOCK_SIZE, None)
     there, scale, wrappers = torch.from_numpy(pages.pages).cuda(), head_dim**-0.5, Wrappers(found.package, workspace)
     plan = FlashInferPlan(wrappers, pages, there)
     ours = paged_attention_prefill(q, layer, tables, lens, locs, scale=scale)

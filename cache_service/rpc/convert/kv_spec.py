@@ -39,12 +39,10 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     check_text("spec.revision", spec.revision, 256)
     if spec.groups and spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_OPAQUE):
         raise InvalidField("groups are for KV_LAYOUT_GROUPED and KV_LAYOUT_SCALED", field="spec.groups")
-    has_pages = spec.layout == pb.KV_LAYOUT_OPAQUE
-    if has_pages:
+    if spec.layout == pb.KV_LAYOUT_OPAQUE:
         _refuse_elements(spec, _OF_ELEMENTS)
         _check_page("spec.page", spec.page)
     elif spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_GROUPED):
-        has_pages = any(group.HasField("page") for group in spec.groups)
         _check_elements(spec, _ITEM_BYTES)
     elif spec.layout == pb.KV_LAYOUT_SCALED:
         _check_elements(spec, _SCALED_BITS)
@@ -60,9 +58,6 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     check_text("spec.compute_dtype", spec.compute_dtype, 32)
     check_range("spec.tensor_parallel_size", spec.tensor_parallel_size, 0, MOST_RANKS)
     num_ranks = spec.tensor_parallel_size or 1
-    if num_ranks > 1 and has_pages:
-        text = "opaque pages are of one rank each: its number belongs into the digest"
-        raise InvalidField(text, field="spec.tensor_parallel_size", limit=1)
     whole = pb.KvSpec()
     whole.CopyFrom(spec)
     whole.tensor_parallel_size = num_ranks

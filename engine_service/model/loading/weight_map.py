@@ -168,8 +168,9 @@ def _layer_destinations(
     ]
     stored = stored[:1] if index >= config.num_kv_layers else stored[:2] if index in config.keys_as_values else stored
     if config.latent is not None and layer.latent is not None:
-        yield from _latent_destinations(config, config.latent, layer.latent)
-        yield from by_inputs(layer.o, "self_attn.o_proj", *whole_range(config.num_heads * config.latent.widths.value))
+        value = config.latent.widths.value
+        yield from _latent_destinations(config, config.latent, layer.latent, split)
+        yield from by_inputs(layer.o, "self_attn.o_proj", config.num_heads * value, scaled(split.of(config.num_heads), value))
     elif config.recurrent is not None and layer.mixer is not None:
         shape = config.recurrent.shape
         yield from layer.mixer.destinations()
@@ -270,25 +271,31 @@ def _mlp_parts(
 
 
 def _latent_destinations(
-    config: ModelConfig, latent: LatentConfig, weights: LatentWeights
+    config: ModelConfig, latent: LatentConfig, weights: LatentWeights, split: Split
 ) -> Iterator[tuple[str, Destination]]:
-    """A bias is stored for what is projected down alone."""
+    """A bias is stored for what is projected down alone. That is whole on each rank, and what is of heads is its own heads'."""
     widths, down = latent.widths, weights.down
     assert isinstance(down, LinearWeight), "weights are quantised when all are read"
     num_kv = widths.latent + widths.rope
     num_query = down.data.shape[0] - num_kv
-    query = "q_proj" if latent.query_rank is None else "q_a_proj"
+    heads = split.of(config.num_heads)
+
+    def of_heads(name: str, size: int) -> list[tuple[str, int, range]]:
+        return [(f"self_attn.{name}", config.num_heads * size, scaled(heads, size))]
+
     for kind, whole in (("weight", down.data), ("bias", down.bias)):
         if whole is not None:
-            if kind == "weight" or latent.query_rank is not None:
-                yield f"self_attn.{query}.{kind}", take_all(whole[:num_query])
+            if latent.query_rank is not None:
+                yield f"self_attn.q_a_proj.{kind}", take_all(whole[:num_query])
             yield f"self_attn.kv_a_proj_with_mqa.{kind}", take_all(whole[num_query:])
+    queries: Weight = LinearWeight(down.data[:num_query])
     if weights.query_up is not None and weights.query_norm is not None:
         yield "self_attn.q_a_layernorm.weight", take_all(weights.query_norm)
-        parts = [("self_attn.q_b_proj", *whole_range(config.num_heads * (widths.key + widths.rope)))]
-        yield from by_outputs(weights.query_up, parts, "")
+        queries = weights.query_up
+    name = "q_proj" if latent.query_rank is None else "q_b_proj"
+    yield from by_outputs(queries, of_heads(name, widths.key + widths.rope), "")
     yield "self_attn.kv_a_layernorm.weight", take_all(weights.norm)
-    yield "self_attn.kv_b_proj.weight", take_all(weights.up.flatten(0, 1))
+    yield from by_outputs(LinearWeight(weights.up.flatten(0, 1)), of_heads("kv_b_proj", widths.key + widths.value), "")
 
 
 def _stacked_destinations(

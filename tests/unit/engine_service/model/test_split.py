@@ -35,7 +35,8 @@ torch.set_num_threads(1)
 BLOCK_SIZE = 4
 # Of each kind of projection, norm and window one; and some for four ranks on two KV heads.
 TWO = ["llama_tied", "granite_biased", "qwen3_moe_renormalised_one_dense", "gemma2", "gpt_oss", "llama4_dense_between_biased"]
-FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial"]
+TWO += ["deepseek_v2", "deepseek_v3_biased_halves"]
+FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial", "deepseek_v3"]
 
 
 def split_logits(folder, num_ranks, cases, chunk_size=7, **options):
