@@ -67,16 +67,17 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
     num_ranks = split.num_ranks
     if num_ranks == 1:
         return config
-    if config.recurrent is not None and config.recurrent.layers:
-        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without recurrent layers")
-    if config.has_output_gate:
-        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without output gates")
     if config.qk_norm == "whole":
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without norms over all heads")
     _check_divides(num_ranks, "attention heads", config.num_heads)
     for num_kv_heads in sorted({config.kv_heads(layer)[0] for layer in range(config.num_layers)}):
         if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
             raise _refused(num_ranks, f"divisors or multiples of the {num_kv_heads} KV heads")
+    recurrent = config.recurrent
+    if recurrent is not None and recurrent.layers:
+        for what, total in recurrent.shape.split_counts.items():
+            _check_divides(num_ranks, what, total)
+        recurrent = dataclasses.replace(recurrent, shape=recurrent.shape.of_rank(num_ranks))
     experts = config.experts
     if experts is None or experts.are_beside or len(experts.layers) < config.num_layers:
         _check_divides(num_ranks, "inner width", config.intermediate_size)
@@ -92,6 +93,7 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
         layer_heads=tuple((len(split.of_kv_heads(heads)), size) for heads, size in config.layer_heads),
         intermediate_size=config.intermediate_size // num_ranks,
         experts=experts,
+        recurrent=recurrent,
     )
 
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.in_turn
 
 PROMPTS = [list(random_tokens(length, seed=length)) for length in (3, 2 * BLOCK_SIZE, 17, 5 * BLOCK_SIZE + 1)]
 NUM_NEW = 20
+KINDS = {"deepseek_v3": 17, "qwen3_5_27b": 65, "lfm2_moe": 33, "nemotron_3_nano": 65}  # and so many blocks for each
 
 
 async def outputs_of(client: AsyncEngineClient) -> list[list[list[int]]]:
@@ -25,7 +26,7 @@ async def outputs_of(client: AsyncEngineClient) -> list[list[list[int]]]:
     return [*found, forked.token_ids, further.token_ids]
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), [("deepseek_v3", 17)])
+@pytest.mark.parametrize(("name", "num_blocks"), list(KINDS.items()))
 async def test_tokens_are_those_of_one_rank(world: Services, tmp_path: Path, name: str, num_blocks: int) -> None:
     """With so few blocks that sequences are swapped to the host tier."""
     folder = build_model_folder(tmp_path, tiny_model(name))

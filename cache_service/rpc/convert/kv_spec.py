@@ -83,14 +83,12 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
 
 
 def _check_states(spec: KvSpec) -> None:
-    """Raises InvalidField where the states of a group are larger than a block, NotImplementedYet with several ranks."""
+    """Raises InvalidField where the states of a group are larger than a block."""
     most = max((group.state_bytes for group in spec.groups), default=0)
     if most > spec.block_bytes:
         least = -(-most * spec.block_size // spec.block_bytes)
         text = f"states of {most} bytes need blocks of {least} tokens or more, or groups of fewer layers"
         raise InvalidField(text, field="spec.groups.state_bytes", limit=least)
-    if most and spec.num_ranks > 1:
-        raise NotImplementedYet("recurrent layers on several ranks are not served by this build", feature="layer_group_kind")
 
 
 def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:

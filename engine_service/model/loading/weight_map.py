@@ -173,14 +173,14 @@ def _layer_destinations(
         yield from by_inputs(layer.o, "self_attn.o_proj", config.num_heads * value, scaled(split.of(config.num_heads), value))
     elif config.recurrent is not None and layer.mixer is not None:
         shape = config.recurrent.shape
-        yield from layer.mixer.destinations()
-        yield from by_inputs(layer.o, f"{shape.block}.out_proj", *whole_range(shape.num_outputs))
+        yield from layer.mixer.destinations(shape, split.of)
+        yield from by_inputs(layer.o, f"{shape.block}.out_proj", shape.num_outputs, split.of(shape.num_outputs))
     elif layer.qkv is not None:
         if config.has_output_gate:
-            yield from _gated_queries(layer.qkv, config)
+            yield from _gated_queries(layer.qkv, config, split)
             stored = stored[1:]
         is_fused = FAMILIES[config.family].is_fused
-        yield from by_outputs(_stored_alone(layer.qkv, config), stored, "self_attn.qkv_proj" if is_fused else "")
+        yield from by_outputs(_stored_alone(layer.qkv, own), stored, "self_attn.qkv_proj" if is_fused else "")
         yield from by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
     if layer.sink_logits is not None:
         yield (
@@ -201,7 +201,7 @@ def _layer_destinations(
 
 
 def _stored_alone(qkv: Weight, config: ModelConfig) -> LinearWeight:
-    """The rows of queries, keys and values; without queries that are stored with a gate."""
+    """The rows of queries, keys and values; without queries that are stored with a gate. config: of the rank."""
     assert isinstance(qkv, LinearWeight), "weights are quantised when all are read"
     if not config.has_output_gate:
         return qkv
@@ -209,16 +209,18 @@ def _stored_alone(qkv: Weight, config: ModelConfig) -> LinearWeight:
     return LinearWeight(qkv.data[first:end], None if qkv.bias is None else qkv.bias[first:end])
 
 
-def _gated_queries(qkv: Weight, config: ModelConfig) -> Iterator[tuple[str, Destination]]:
+def _gated_queries(qkv: Weight, config: ModelConfig, split: Split) -> Iterator[tuple[str, Destination]]:
     """Stored is each head's queries and then its gate. They go to the first and to the last rows."""
     assert isinstance(qkv, LinearWeight), "weights are quantised when all are read"
-    heads, dims = config.num_heads, config.head_dim
+    own, dims = split.of(config.num_heads), config.head_dim
+    heads, places = len(own), row_places(scaled(own, 2 * dims))
     for kind, whole_part in (("weight", qkv.data), ("bias", qkv.bias)):
         if whole_part is not None:
             rest, inner = whole_part.shape[1:], whole_part.stride(0)
             to_gate = (len(whole_part) - heads * dims) * inner
             part = whole_part.as_strided((heads, 2, dims, *rest), (dims * inner, to_gate, inner, *whole_part.stride()[1:]))
-            yield f"self_attn.q_proj.{kind}", Destination(part, (2 * heads * dims, *rest), partial(_in_turn, dims))
+            size = 2 * config.num_heads * dims
+            yield f"self_attn.q_proj.{kind}", Destination(part, (size, *rest), partial(_in_turn, dims), places)
 
 
 def _in_turn(dims: int, stored: torch.Tensor) -> torch.Tensor:
