@@ -21,11 +21,7 @@ from kvkeeper.common.service.settings import (
     setting,
     size_between,
 )
-from kvkeeper.common.trust.settings import (
-    ServiceConfig,
-    check_targets,
-    check_trust,
-)
+from kvkeeper.common.trust.settings import ServiceConfig, check_targets, check_trust
 
 from .model.checkpoint.hub_cache import newest_snapshot
 from .model.demo_model import DEMO_MODEL_DIR
@@ -285,8 +281,12 @@ class EngineConfig(ServiceConfig):
     graphs: bool = _model(
         True,
         "capture steps as CUDA graphs, which spares the host most of a step; without effect on several ranks",
-        details="On a CUDA device, and native families. Graphs are captured at start, after a run of every kernel, and again"
-        " when the arena is mapped anew. Steps with more than 2,048 tokens of prompts, or with sink and window, go without.",
+        details="On a CUDA device, and native families. Captured at start, after a run of every kernel, and when the arena is"
+        " mapped anew. Steps with over 2,048 tokens of prompts (512 with FlashInfer), or sink and window, go without.",
+    )
+    flashinfer: bool = _model(
+        True,
+        "on a CUDA device, prompts are attended by FlashInfer where the extra flashinfer is installed and serves the model",
     )
     overlap: bool = _model(
         True,

@@ -47,7 +47,7 @@ def make_kv_spec(model: ServedModel, block_size: int) -> pb.KvSpec:
         # A latent is K and V at once, so to the cache service a block is an opaque page, and reading K and V of it is refused.
         # The digest is of what the page is, in words: engines that agree in them lay out the same bytes.
         words = f"latent and rotated key, {list(layout.view_shape)} {str(layout.dtype).removeprefix('torch.')}"
-        spec.layout, spec.tensor_parallel_size = pb.KV_LAYOUT_OPAQUE, 1  # a latent is whole on every rank
+        spec.layout = pb.KV_LAYOUT_OPAQUE  # a latent is whole on every rank, so that each has the same pages
         spec.page.CopyFrom(pb.PageLayout(page_bytes=layout.block_bytes, digest=sha256(words.encode()).hexdigest()))
         return spec
     spec.num_kv_heads, spec.head_dim, spec.sliding_window = layout.num_kv_heads, layout.head_dim, model.sliding_window

@@ -15,6 +15,7 @@ import structlog
 import torch
 from tqdm import tqdm
 
+from kvkeeper.kernels.attention.flashinfer_prefill import FEWEST_QUERIES, FlashInfer
 from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
@@ -37,6 +38,7 @@ from .device.device_errors import find_fault, lost_by
 from .device.device_queue import DeviceQueue, make_queue
 from .device.token_counts import Counted, LastTokens, TokenCounts
 from .device.upload import Staged, upload_to
+from .flashinfer_prompts import MOST_CAPTURED_TOKENS, FlashInferPrompts, PagesOfStep, find_obstacle, page_arrays
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_steps import GraphedSteps, StepShape, capture_steps
 from .graphs.step_sizes import MOST_ROWS
@@ -82,7 +84,15 @@ class Runner(Protocol):
 class Warmed(Protocol):
     """A Runner with something to do before its first step, as on a device."""
 
-    def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None: ...
+    def make_ready(
+        self,
+        bounds: StepBounds,
+        graphs: GraphApi | None,
+        *,
+        with_retention: bool,
+        progress: bool,
+        flashinfer: FlashInfer | None = None,
+    ) -> None: ...
 
 
 # The same in what the engine needs of it; Decoder explains forward.
@@ -173,6 +183,7 @@ class ModelRunner:
         self._num_positions = 0  # that the model has tables for, once it is made ready
         self.counts: TokenCounts | None = None  # of tokens that penalties depend on, once it is made ready
         self.graphed: GraphedSteps | None = None
+        self.prompts: FlashInferPrompts | None = None  # once it is made ready, where FlashInfer serves
         # What ranks add up passes torch by, so that a program would leave it out.
         may_record = (
             isinstance(model, Decoder)
@@ -190,7 +201,15 @@ class ModelRunner:
         return self._layout
 
     @torch.inference_mode()
-    def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
+    def make_ready(
+        self,
+        bounds: StepBounds,
+        graphs: GraphApi | None,
+        *,
+        with_retention: bool,
+        progress: bool,
+        flashinfer: FlashInfer | None = None,
+    ) -> None:
         """Run all variants of all kernels, so that none is compiled while requests wait, and capture decodes if graphs can be.
 
         The log names a decoder whose launches cannot be captured; it computes plainly.
@@ -198,11 +217,16 @@ class ModelRunner:
         Args:
             with_retention: whether steps will have rows with sink and window.
             progress: show bars on stderr.
+            flashinfer: for prompts, where it serves the model; the log says whether it does. None: nothing is said.
         """
         device = self._kv_view.device
         if not isinstance(self._model, Decoder) or self._model.gives_logits:
             self.counts = TokenCounts(bounds.most_rows, self.vocab_size, bounds.most_tokens, device)
         self._warm_up(bounds, with_retention=with_retention, progress=progress)
+        if flashinfer is not None:
+            why_not = flashinfer.why_not or self._try_flashinfer(flashinfer, bounds)
+            kernel = "kvkeeper" if why_not else f"flashinfer {flashinfer.version}"
+            log.info("prefill_attention", kernel=kernel, **({"why": why_not} if why_not else {}))
         if graphs is None or not isinstance(self._model, Decoder):
             return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
@@ -212,6 +236,8 @@ class ModelRunner:
         # Tables of prompts in chunks are made by the host, as many as there are chunks; and so are the chunks of a recurrence.
         has_chunks = bool(self._states) or any(part.chunk is not None for part in self._parts)
         prompt_tokens = 0 if has_chunks else bounds.most_step_tokens
+        if self.prompts is not None:
+            prompt_tokens = min(prompt_tokens, MOST_CAPTURED_TOKENS)
         of_rows = most_rows, width, block_size, self._num_positions, self.vocab_size
         shape = StepShape(*of_rows, prompt_tokens, num_groups, tuple(self._states))
         self.last_tokens.fix(bounds.most_rows + 1)
@@ -228,6 +254,29 @@ class ModelRunner:
                 log_failure = partial(log.warning, why=fault.text())
             log_failure("graphs_failed", message="steps are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
+
+    def _try_flashinfer(self, flashinfer: FlashInfer, bounds: StepBounds) -> str:
+        """Compute prompts by it from now on; if it cannot, why. Its kernels are compiled here, which may take minutes."""
+        if not isinstance(self._model, Decoder):
+            return "the transformers library runs the model"
+        if why_not := find_obstacle(self._model.config, self._views):
+            return why_not
+        prompts = FlashInferPrompts(flashinfer, self._model.config, self._parts, self._views, self.queue)
+        self.prompts = prompts
+        try:
+            for batch in warm_up_batches(self._layout.block_size, bounds.most_tokens, (), (), (), with_retention=False):
+                if len(batch.token_ids) >= FEWEST_QUERIES:
+                    self.forward(batch)
+            self.synchronize()
+        except Exception as error:  # of a package that compiles and loads kernels; ours serve, but on no lost device
+            if lost_by(error) is not None:
+                raise
+            self.prompts = None
+            return f"it failed: {error}"
+        if not prompts.num_planned:
+            self.prompts = None
+            return "no prompt is long enough"
+        return ""
 
     def _warm_up(self, bounds: StepBounds, *, with_retention: bool, progress: bool) -> None:
         prompt_lens = prefill_lens(self._model.config.query_groups)
@@ -259,10 +308,14 @@ class ModelRunner:
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
         return self._model.forward(token_ids, positions, last, metadata, tensors["logit_rows"], logits)
 
-    def _attention(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> StepAttention | StoredAttention:
+    def _attention(
+        self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, pages: PagesOfStep | None = None
+    ) -> StepAttention | StoredAttention:
+        """pages: of prompts that FlashInfer computes; None: it computes none."""
         if self._stored:
             return build_stored_attention(tensors, self._stored)
-        found = build_step_attention(tensors, self._views, self._parts, self._places, self._model.dtype, scratch)
+        plans = self.prompts.plan(pages, tensors) if self.prompts is not None and pages else {}
+        found = build_step_attention(tensors, self._views, self._parts, self._places, self._model.dtype, scratch, plans)
         if not self._states:
             return found
         states = {group: build_state_metadata(tensors, group, layers) for group, layers in self._states.items()}
@@ -295,9 +348,10 @@ class ModelRunner:
         arrays |= attention_arrays(batch, self._parts, self._layout.block_size, self._states)
         if self._states:
             arrays |= state_arrays(batch, tuple(self._states), self._layout.block_size)
-        upload = self._upload.stage(arrays)
+        pages = {} if self.prompts is None else self.prompts.find(arrays)
+        upload = self._upload.stage(arrays | page_arrays(pages))
         programs = self.programs if batch.only_decodes else None
-        attention = partial(self._attention, scratch=self._scratch)
+        attention = partial(self._attention, scratch=self._scratch, pages=pages)
         plain = partial(self._plain, upload, int(batch.positions.max()), attention, programs)
         return Staged(partial(self._on_device, plain), upload.give_back)
 

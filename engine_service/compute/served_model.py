@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import structlog
 import torch
 
+from kvkeeper.kernels.attention.flashinfer_prefill import find_flashinfer
 from kvkeeper.kernels.quantised.formats import KvFormat
 
 from ..config import HASH_TOY, MAX_TOKENS, EngineConfig, get_dtype
@@ -229,7 +230,8 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
         assert isinstance(runner, Warmed), "made by this model"
         graphs = CudaGraphs(served.device) if config.graphs and served.num_ranks == 1 else None
         with_retention = bounds.may_retain and not served.refuses_retention
-        runner.make_ready(bounds, graphs, with_retention=with_retention, progress=progress)
+        found = find_flashinfer(wanted=config.flashinfer)
+        runner.make_ready(bounds, graphs, with_retention=with_retention, progress=progress, flashinfer=found)
 
     whole = None if served.whole is None else _ready_on_device(served.whole, config, progress=progress)
     return dataclasses.replace(served, make_ready=make_ready, whole=whole)

@@ -2,11 +2,13 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from kvkeeper.kernels.attention.flashinfer_prefill import FlashInferPlan
 from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill, plan_prefill
@@ -23,6 +25,7 @@ from .recurrent.state_pages import StateMetadata
 
 # Rows among a step's tokens: int64 [n], or those of a slice; None: all, in order.
 TokenRows = torch.Tensor | slice | None
+PrefillPlan = GatherPlan | DirectPrefill | FlashInferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class PrefillRows:
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
-    plans: Mapping[int | None, GatherPlan | DirectPrefill]
+    plans: Mapping[int | None, PrefillPlan]
     retention: Retention | None
 
 
@@ -181,11 +184,13 @@ def build_step_attention(
     places: tuple[tuple[int, int], ...],
     dtype: torch.dtype,
     scratch: Scratch,
+    prompts: Mapping[tuple[int, int | None], FlashInferPlan] = MappingProxyType({}),
 ) -> StepAttention:
     """As build_attention_metadata, for each of attention_parts.
 
     A batch without tables of groups, as before the first step, has the first group's for all.
     views: of each part its blocks, see StepAttention.
+    prompts: by number of the part and window, where prefill is planned already.
     """
     found = []
     for at, part in enumerate(parts):
@@ -195,7 +200,8 @@ def build_step_attention(
             tables, lens = of_part["decode_tables"], of_part["decode_lens"]
             of_part["decode_tables"], of_part["decode_lens"] = decode_in_chunks(tables, lens, part.chunk, views[at].shape[3])
         layer = views[at][:, 0] if views[at].shape[2] == 2 else latent_layer(views[at][:, 0])
-        found.append(build_attention_metadata(of_part, layer, part.windows, dtype, scratch))
+        planned = {window: plan for (number, window), plan in prompts.items() if number == at}
+        found.append(build_attention_metadata(of_part, layer, part.windows, dtype, scratch, planned))
     return StepAttention(tuple(found), places, views)
 
 
@@ -212,6 +218,7 @@ def build_attention_metadata(
     windows: Iterable[int | None],
     dtype: torch.dtype,
     scratch: Scratch,
+    planned: Mapping[int | None, FlashInferPlan] = MappingProxyType({}),
 ) -> AttentionMetadata:
     """Plan decode and prefill for every window that occurs in the model.
 
@@ -220,6 +227,7 @@ def build_attention_metadata(
         kv_layer: any layer's view of the arena; only its shape and strides are used.
         dtype: of the queries.
         scratch: memory that the step's attention may use.
+        planned: plans of prefill that there are already, by window.
     """
     distinct = set(windows)
     decode, prefill = None, None
@@ -231,7 +239,8 @@ def build_attention_metadata(
         tables, lens, kept = tensors["prefill_tables"], tensors["prefill_lens"], _retention(tensors, "prefill")
         locs = tensors["prefill_locs"]
         prefill_plans = {
-            window: plan_prefill(tables, lens, locs, kv_layer, dtype, window, scratch, kept) for window in distinct
+            window: planned.get(window) or plan_prefill(tables, lens, locs, kv_layer, dtype, window, scratch, kept)
+            for window in distinct
         }
         prefill = PrefillRows(token_rows(tensors, "prefill"), tables, lens, locs, prefill_plans, kept)
     store = plan_store(tensors["slot_mapping"], kv_layer)

@@ -3,9 +3,9 @@
 Owns which rows and columns of every matrix a rank has. Queries, keys, values, gate and up are cut by their outputs, so that a
 rank has whole heads and a run of each MLP's inner width. The projections behind them are cut by their inputs, and what they
 give is added up over the ranks, twice a layer. Experts are cut the same way, each by its width: all ranks then do equal work,
-whichever experts the tokens choose. Where there are fewer KV heads than ranks, each is on several. Norms, routers and
-embeddings are whole on every rank. The product with the vocabulary is the first rank's alone: it is the one that draws tokens,
-and to collect the parts of the result would cost more on a CPU than it saves.
+whichever experts the tokens choose. Where there are fewer KV heads than ranks, each is on several, and so are latents, which
+all heads read. Norms, routers and embeddings are whole on every rank. The product with the vocabulary is the first rank's
+alone: it is the one that draws tokens, and to collect the parts of the result would cost more on a CPU than it saves.
 
 A split by layers (pipeline parallelism) would be a second kind of Split, with its own rule for which layers a rank has.
 """
@@ -67,23 +67,23 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
     num_ranks = split.num_ranks
     if num_ranks == 1:
         return config
-    if config.is_latent:
-        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without latent attention")
-    if config.recurrent is not None and config.recurrent.layers:
-        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without recurrent layers")
-    if config.has_output_gate:
-        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without output gates")
     if config.qk_norm == "whole":
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without norms over all heads")
     _check_divides(num_ranks, "attention heads", config.num_heads)
     for num_kv_heads in sorted({config.kv_heads(layer)[0] for layer in range(config.num_layers)}):
         if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
             raise _refused(num_ranks, f"divisors or multiples of the {num_kv_heads} KV heads")
+    recurrent = config.recurrent
+    if recurrent is not None and recurrent.layers:
+        for what, total in recurrent.shape.split_counts.items():
+            _check_divides(num_ranks, what, total)
+        recurrent = dataclasses.replace(recurrent, shape=recurrent.shape.of_rank(num_ranks))
     experts = config.experts
     if experts is None or experts.are_beside or len(experts.layers) < config.num_layers:
         _check_divides(num_ranks, "inner width", config.intermediate_size)
     if experts is not None:
         _check_divides(num_ranks, "inner width of an expert", experts.intermediate_size)
+        _check_divides(num_ranks, "inner width of the shared expert", experts.shared_size)
         sizes = experts.intermediate_size // num_ranks, experts.shared_size // num_ranks
         experts = dataclasses.replace(experts, intermediate_size=sizes[0], shared_size=sizes[1])
     return dataclasses.replace(
@@ -93,6 +93,7 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
         layer_heads=tuple((len(split.of_kv_heads(heads)), size) for heads, size in config.layer_heads),
         intermediate_size=config.intermediate_size // num_ranks,
         experts=experts,
+        recurrent=recurrent,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..compute.cpu_kernels import prepare_kernels
 from ..compute.model_runner import ModelRunner, Runner, make_kv_layout
-from ..compute.stored_model import format_for, kv_groups, prepare_for, stored_layout
+from ..compute.stored_model import format_for, has_states, kv_groups, prepare_for, state_groups, stored_layout
 from ..config import HASH_TOY, EngineConfig, get_dtype
 from ..model.dtype_name import DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
@@ -37,7 +37,10 @@ def load_rank_model(config: EngineConfig, split: Split) -> OnArena:
         if kv_format is not None:
             stored, tails = stored_layout(decoder, kv_format, block_size, config.kv_tail_tokens if has_groups else 0)
             return ModelRunner(decoder, stored.view(memory), stored, tails)
-        groups = kv_groups(decoder.config) if has_groups else ()
+        if has_states(decoder.config):
+            groups = state_groups(decoder, block_size, max(config.checkpoint_tokens // block_size, 1))
+        else:
+            groups = kv_groups(decoder.config) if has_groups else ()
         layout = make_kv_layout(decoder.config, decoder.dtype, block_size, groups)
         return ModelRunner(decoder, layout.view(memory), layout, groups)
 

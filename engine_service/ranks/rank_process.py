@@ -96,6 +96,8 @@ class RankProcess:
     def _step(self, kind: int, body: bytearray, mapped: _Mapped) -> None:
         import numpy as np
 
+        from kvkeeper.kernels.attention.flashinfer_prefill import find_flashinfer
+
         from ..compute.model_runner import ModelRunner, StepBounds
 
         if kind == Kind.TRANSFERS:
@@ -107,9 +109,9 @@ class RankProcess:
             fields = json.loads(body)
             assert isinstance(mapped.runner, ModelRunner), "of a device"
             mapped.mover.make_ready()
-            mapped.runner.make_ready(
-                StepBounds(**fields["bounds"]), None, with_retention=fields["with_retention"], progress=False
-            )
+            found = find_flashinfer(wanted=True) if fields["flashinfer"] else None
+            bounds, retains = StepBounds(**fields["bounds"]), fields["with_retention"]
+            mapped.runner.make_ready(bounds, None, with_retention=retains, progress=False, flashinfer=found)
             self._pipe.send(Answer.DONE)
         else:
             if kind == Kind.FORWARD:

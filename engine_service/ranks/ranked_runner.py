@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvkeeper.client.steps import StepResult
+from kvkeeper.kernels.attention.flashinfer_prefill import FlashInfer
 
 from ..compute.device.device_errors import ReportedFault, find_fault
 from ..compute.device.device_queue import DeviceQueue, HostQueue, WaitedQueue
@@ -48,13 +49,22 @@ class RankedRunner:
         """The counts of the first rank, which draws."""
         return self._own.counts if isinstance(self._own, ModelRunner) else None
 
-    def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
+    def make_ready(
+        self,
+        bounds: StepBounds,
+        graphs: GraphApi | None,
+        *,
+        with_retention: bool,
+        progress: bool,
+        flashinfer: FlashInfer | None = None,
+    ) -> None:
         """See ModelRunner; without graphs, which all ranks would have to capture at once. Raises RankLost, ReportedFault."""
         assert isinstance(self._own, ModelRunner) and graphs is None
-        fields = {"bounds": dataclasses.asdict(bounds), "with_retention": with_retention}
+        wants = flashinfer is not None and flashinfer.package is not None
+        fields = {"bounds": dataclasses.asdict(bounds), "with_retention": with_retention, "flashinfer": wants}
         self._ranks.send_all(Kind.MAKE_READY, json.dumps(fields).encode())
         try:
-            self._own.make_ready(bounds, None, with_retention=with_retention, progress=progress)
+            self._own.make_ready(bounds, None, with_retention=with_retention, progress=progress, flashinfer=flashinfer)
         except SumFailed as error:
             raise self._sum_failed(error) from None
         except BaseException:

@@ -6,6 +6,7 @@ import torch
 from ..checks import on_cuda, require, require_index, require_kv_layer, require_sink_logits
 from ..cpu.attention import DirectPrefill, can_attend, direct_prefill
 from ..scratch import Scratch
+from .flashinfer_prefill import FlashInferPlan
 from .gathered import attend_gathered, plan_sequences, require_starts
 from .paged_rows import GatherPlan, plan_gather, require_tables
 from .retention import Retention, find_kept, require_retention
@@ -61,7 +62,7 @@ def paged_attention_prefill(
     retention: Retention | None = None,
     q_sink: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
-    plan: GatherPlan | DirectPrefill | None = None,
+    plan: GatherPlan | DirectPrefill | FlashInferPlan | None = None,
 ) -> torch.Tensor:
     """Attend every sequence's queries, the last of its tokens, causally to its cached keys and values.
 
@@ -78,7 +79,8 @@ def paged_attention_prefill(
         retention: int32 [S] sink_lens and [S] window_lens, as in paged_attention_decode; each query has a window of its own.
         q_sink: like q, the same queries rotated at min(p, sink + window - 1) where q's are at p; with retention.
         sink_logits: float32 [num_heads], see paged_attention_decode; None: none.
-        plan: plan_prefill of the same arguments, to share its work over layers.
+        plan: plan_prefill of the same arguments, to share its work over layers; or FlashInfer's, which knows no retention and
+            no sink_logits.
 
     Returns:
         [T, num_heads, head_dim]; rows beyond the last sequence's are zero, on CUDA undefined.
@@ -96,6 +98,9 @@ def paged_attention_prefill(
     require_sink_logits(_OP, sink_logits, q)
     if plan is None:
         plan = plan_prefill(block_tables, seq_lens, query_start_loc, kv_layer, q.dtype, window, retention=retention)
+    if isinstance(plan, FlashInferPlan):
+        require(retention is None and sink_logits is None, _OP, "plan", "knows no sinks")
+        return plan.attend(q, kv_layer, scale, soft_cap)
     if cuda:
         from ..gpu import paged_attention_prefill as gpu
         from ..gpu.attention_tiles import Options

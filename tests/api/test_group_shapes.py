@@ -372,10 +372,12 @@ async def test_pages_are_for_groups_that_are_not_stored_in_few_bits(api: Api) ->
     await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.num_kv_heads")
 
 
-async def test_pages_of_a_group_are_of_one_rank(api: Api) -> None:
+async def test_pages_of_a_group_are_of_each_rank(api: Api) -> None:
     spec = with_page(1)
+    alone = (await api.open(spec=spec)).opened.pool
     spec.tensor_parallel_size = 2
-    await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.tensor_parallel_size", limit="1")
+    pool = (await api.open(spec=spec)).opened.pool
+    assert (pool.block_bytes, pool.spec.tensor_parallel_size) == (alone.block_bytes, 2)
 
 
 async def test_states_need_a_whole_number_of_tokens_more_than_a_page_holds(api: Api) -> None:

@@ -277,10 +277,17 @@ async def test_what_is_not_served_for_several_ranks_says_so(api: Api) -> None:
             await refused(kept.open(spec=ranks()), "NOT_IMPLEMENTED", feature="tensor_parallel_size")
 
 
-async def test_opaque_pages_are_of_one_rank(api: Api) -> None:
+async def test_opaque_pages_are_of_each_rank(api: Api, processes: Processes) -> None:
     page = pb.PageLayout(page_bytes=64, digest="0" * 64)
     spec = pb.KvSpec(model_id="m", block_size=4, layout=pb.KV_LAYOUT_OPAQUE, page=page, tensor_parallel_size=2)
-    await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.tensor_parallel_size")
+    session = await api.open(spec=spec)
+    pool = session.opened.pool
+    assert (pool.block_bytes, pool.arena_bytes) == (64, pool.num_blocks * 64)
+    for rank in range(2):
+        child = await attach(processes, session, rank)
+        await child.tell(f"write {3 * 64 + 5} {100 + rank}")
+        await child.says("written")
+    assert [blocks_of(api, rank)[3, 5] for rank in range(2)] == [100, 101]
 
 
 async def test_a_client_asks_for_its_rank(api: Api) -> None:

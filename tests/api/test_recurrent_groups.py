@@ -64,11 +64,16 @@ async def test_states_that_no_block_holds_are_refused_with_the_least_block_size(
         (spec_of(groups=[pb.LayerGroup(kind=FULL, layer_idx=range(5), state_bytes=1)]), "INVALID_FIELD"),
         (spec_of(groups=[pb.LayerGroup(kind=FULL, layer_idx=range(5), checkpoint_blocks=1)]), "INVALID_FIELD"),
         (spec_of(layout=pb.KV_LAYOUT_SCALED, kv_dtype=pb.KV_DTYPE_INT8, head_dim=16), "INVALID_FIELD"),
-        (spec_of(tensor_parallel_size=2), "NOT_IMPLEMENTED"),
     ],
 )
 async def test_what_no_group_of_states_can_be_is_refused(api: Api, spec: pb.KvSpec, reason: str) -> None:
     assert (await refusal(api.open(spec=spec))).reason == reason
+
+
+async def test_states_of_several_ranks_are_in_the_blocks_of_each(api: Api) -> None:
+    alone = (await api.open(spec=spec_of())).opened.pool
+    pool = (await api.open(spec=spec_of(tensor_parallel_size=2))).opened.pool
+    assert (pool.block_bytes, pool.spec.tensor_parallel_size) == (alone.block_bytes, 2)
 
 
 async def test_tables_tell_which_entries_keep_a_state(api: Api) -> None:

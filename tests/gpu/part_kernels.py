@@ -18,6 +18,14 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.gates import gelu_and_mul, silu_and_mul
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
+from kvkeeper.kernels.attention.flashinfer_prefill import (
+    HEAD_DIMS,
+    FlashInferPlan,
+    Wrappers,
+    find_flashinfer,
+    find_pages,
+    make_workspace,
+)
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
@@ -135,6 +143,12 @@ def _cases(
         yield f"prefill_d512_group{group}", partial(_attention, dtype, device, 512, 16, group=group, queries=_QUERIES)
     yield "decode_shared_prefix_d512", partial(_attention, dtype, device, 512, 16, lengths=_SHARED, shared=_GROUPS)
     yield "prefill_short_suffix_d512", partial(_attention, dtype, device, 512, 16, lengths=prefix, queries=[40, 1])
+    flashinfer = find_flashinfer(wanted=device == "cuda" and dtype is not torch.float32)
+    if not flashinfer.why_not:
+        for head_dim in HEAD_DIMS:
+            yield f"prefill_flashinfer_d{head_dim}", partial(_flashinfer, dtype, device, head_dim, flashinfer.package)
+        for label, options in bent.items():
+            yield f"prefill_flashinfer_{label}", partial(_flashinfer, dtype, device, 128, flashinfer.package, **options)
     for op in ("decode", "prefill", "store_kv", "rotary_store_kv", "copy_blocks"):
         yield f"{op}_far", partial(_far, dtype, device, op)
 
@@ -171,6 +185,19 @@ def _attention(
     op = paged_attention_decode if queries is None else paged_attention_prefill
     sunk = None if q_sink is None else q_sink.to(device)
     return error(op(*there, scale=_SCALE, retention=sinks, q_sink=sunk, **options), expected)
+
+
+def _flashinfer(dtype: torch.dtype, device: str, head_dim: int, package: Any, **options: Any) -> float:
+    """FlashInfer's prefill over our blocks, against the reference."""
+    world, queries = make_world(_LENGTHS, block_size=16, head_dim=head_dim, dtype=dtype), _QUERIES
+    q, locs = random_queries(sum(queries), 8, head_dim, dtype), locs_of(queries)
+    args = world.layer, world.block_tables, world.seq_lens, locs
+    expected = reference.paged_attention_prefill(q, *args, scale=_SCALE, **options)
+    pages = find_pages(args[1].numpy(), args[2].numpy(), args[3].numpy(), 16, options.get("window"))
+    workspace = make_workspace(torch.device(device), 4, head_dim)
+    plan = FlashInferPlan(Wrappers(package, workspace), pages, torch.from_numpy(pages.pages).to(device))
+    there = [tensor.to(device) for tensor in _with_layer(world, [q, *args], device)]
+    return error(paged_attention_prefill(*there, scale=_SCALE, **options, plan=plan), expected)
 
 
 def _with_layer(world: World, tensors: list[torch.Tensor], device: str) -> list[torch.Tensor]:

@@ -16,6 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight, quantise_linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.attention.flashinfer_prefill import (
+    FlashInferPlan,
+    Wrappers,
+    find_flashinfer,
+    find_pages,
+    make_workspace,
+)
 from kvkeeper.kernels.attention.latent_attention import latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
@@ -266,8 +273,44 @@ def _prefill(watch: Stopwatch, ceilings: Ceilings, seq_len: int) -> Check:
         "scattered_over_in_order": seconds / in_order,
         "times_torch_sdpa": by_torch / seconds,
         **_flex_attention(watch, heads, k, v, seconds),
+        **_flashinfer_prefill(watch, q, layer, tables, lens, locs, seconds),
     }
     return Check(f"prefill_{seq_len}_d{head_dim}", None, figures, "aim: 0.55 of the matrix rate, scattered 1.10 of in order")
+
+
+def _flashinfer_prefill(
+    watch: Stopwatch,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    tables: torch.Tensor,
+    lens: torch.Tensor,
+    locs: torch.Tensor,
+    seconds: float,
+) -> dict[str, Any]:
+    """A layer by the plan of a step that is made, and what a step's plan costs the host. Nothing where it is not installed."""
+    found = find_flashinfer(wanted=watch.device == "cuda")
+    if found.why_not:
+        return {}
+    head_dim = q.shape[2]
+    workspace = make_workspace(q.device, _HEADS // _KV_HEADS, head_dim)
+    pages = find_pages(tables.cpu().numpy(), lens.cpu().numpy(), locs.cpu().numpy(), _BLOCK_SIZE, None)
+    there, scale, wrappers = torch.from_numpy(pages.pages).cuda(), head_dim**-0.5, Wrappers(found.package, workspace)
+    plan = FlashInferPlan(wrappers, pages, there)
+    ours = paged_attention_prefill(q, layer, tables, lens, locs, scale=scale)
+    theirs = paged_attention_prefill(q, layer, tables, lens, locs, scale=scale, plan=plan)
+    by_them = watch.seconds(lambda: paged_attention_prefill(q, layer, tables, lens, locs, scale=scale, plan=plan))
+
+    def plan_anew() -> None:
+        torch.cuda.synchronize()  # the wrapper plans again in the pinned memory that it copies from
+        wrappers.num_taken = 0
+        FlashInferPlan(wrappers, pages, there).attend(q, layer, scale, None)
+
+    return {
+        "flashinfer_us": by_them * 1e6,
+        "times_flashinfer": by_them / seconds,
+        "flashinfer_plan_us": (watch.seconds(plan_anew, runs=5) - by_them) * 1e6,
+        "flashinfer_difference": float((ours - theirs).abs().max()),
+    }
 
 
 def _flex_attention(watch: Stopwatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seconds: float) -> dict[str, Any]:

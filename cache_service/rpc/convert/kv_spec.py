@@ -39,12 +39,10 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     check_text("spec.revision", spec.revision, 256)
     if spec.groups and spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_OPAQUE):
         raise InvalidField("groups are for KV_LAYOUT_GROUPED and KV_LAYOUT_SCALED", field="spec.groups")
-    has_pages = spec.layout == pb.KV_LAYOUT_OPAQUE
-    if has_pages:
+    if spec.layout == pb.KV_LAYOUT_OPAQUE:
         _refuse_elements(spec, _OF_ELEMENTS)
         _check_page("spec.page", spec.page)
     elif spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_GROUPED):
-        has_pages = any(group.HasField("page") for group in spec.groups)
         _check_elements(spec, _ITEM_BYTES)
     elif spec.layout == pb.KV_LAYOUT_SCALED:
         _check_elements(spec, _SCALED_BITS)
@@ -60,9 +58,6 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     check_text("spec.compute_dtype", spec.compute_dtype, 32)
     check_range("spec.tensor_parallel_size", spec.tensor_parallel_size, 0, MOST_RANKS)
     num_ranks = spec.tensor_parallel_size or 1
-    if num_ranks > 1 and has_pages:
-        text = "opaque pages are of one rank each: its number belongs into the digest"
-        raise InvalidField(text, field="spec.tensor_parallel_size", limit=1)
     whole = pb.KvSpec()
     whole.CopyFrom(spec)
     whole.tensor_parallel_size = num_ranks
@@ -88,14 +83,12 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
 
 
 def _check_states(spec: KvSpec) -> None:
-    """Raises InvalidField where the states of a group are larger than a block, NotImplementedYet with several ranks."""
+    """Raises InvalidField where the states of a group are larger than a block."""
     most = max((group.state_bytes for group in spec.groups), default=0)
     if most > spec.block_bytes:
         least = -(-most * spec.block_size // spec.block_bytes)
         text = f"states of {most} bytes need blocks of {least} tokens or more, or groups of fewer layers"
         raise InvalidField(text, field="spec.groups.state_bytes", limit=least)
-    if most and spec.num_ranks > 1:
-        raise NotImplementedYet("recurrent layers on several ranks are not served by this build", feature="layer_group_kind")
 
 
 def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:

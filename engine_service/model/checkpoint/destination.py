@@ -1,13 +1,15 @@
 """Destination: where a stored tensor of a checkpoint goes, and which part of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from .safetensors_files import StoredTensor
 
 Empty = Callable[..., torch.Tensor]
+Part = Callable[[int], range]  # of so many equal things, those of a rank
 ALL: tuple[slice, ...] = (slice(None),)
 
 
@@ -42,3 +44,15 @@ class Destination:
 def take_all(part: torch.Tensor) -> Destination:
     """All of a stored tensor of the same shape."""
     return Destination(part, tuple(part.shape))
+
+
+def take_kinds(part: torch.Tensor, sizes: Sequence[int], own: Part, order: Sequence[int] = ()) -> Destination:
+    """The rank's rows of each kind, of a stored tensor that has so many of each, one kind behind the other.
+
+    order: of the kinds in `part`; (): as they are stored.
+    """
+    firsts, places = (0, *accumulate(sizes)), []
+    for kind in order or range(len(sizes)):
+        rows = own(sizes[kind])
+        places.append((slice(firsts[kind] + rows.start, firsts[kind] + rows.stop),))
+    return Destination(part, (sum(sizes), *part.shape[1:]), places=tuple(places))

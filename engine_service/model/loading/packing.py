@@ -78,6 +78,7 @@ def _biases_added_up(layer: LayerWeights) -> Iterator[torch.Tensor]:
     elif isinstance(layer.mlp, ExpertWeights):
         beside = None if layer.mlp.beside is None else layer.mlp.beside.mlp
         weights += [each.down for each in (layer.mlp.stacked, layer.mlp.shared, beside) if each is not None]
+        weights.append(layer.mlp.leave)
     yield from (weight.bias for weight in weights if weight is not None and weight.bias is not None)
 
 

@@ -168,18 +168,19 @@ def _layer_destinations(
     ]
     stored = stored[:1] if index >= config.num_kv_layers else stored[:2] if index in config.keys_as_values else stored
     if config.latent is not None and layer.latent is not None:
-        yield from _latent_destinations(config, config.latent, layer.latent)
-        yield from by_inputs(layer.o, "self_attn.o_proj", *whole_range(config.num_heads * config.latent.widths.value))
+        value = config.latent.widths.value
+        yield from _latent_destinations(config, config.latent, layer.latent, split)
+        yield from by_inputs(layer.o, "self_attn.o_proj", config.num_heads * value, scaled(split.of(config.num_heads), value))
     elif config.recurrent is not None and layer.mixer is not None:
         shape = config.recurrent.shape
-        yield from layer.mixer.destinations()
-        yield from by_inputs(layer.o, f"{shape.block}.out_proj", *whole_range(shape.num_outputs))
+        yield from layer.mixer.destinations(shape, split.of)
+        yield from by_inputs(layer.o, f"{shape.block}.out_proj", shape.num_outputs, split.of(shape.num_outputs))
     elif layer.qkv is not None:
         if config.has_output_gate:
-            yield from _gated_queries(layer.qkv, config)
+            yield from _gated_queries(layer.qkv, config, split)
             stored = stored[1:]
         is_fused = FAMILIES[config.family].is_fused
-        yield from by_outputs(_stored_alone(layer.qkv, config), stored, "self_attn.qkv_proj" if is_fused else "")
+        yield from by_outputs(_stored_alone(layer.qkv, own), stored, "self_attn.qkv_proj" if is_fused else "")
         yield from by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
     if layer.sink_logits is not None:
         yield (
@@ -200,7 +201,7 @@ def _layer_destinations(
 
 
 def _stored_alone(qkv: Weight, config: ModelConfig) -> LinearWeight:
-    """The rows of queries, keys and values; without queries that are stored with a gate."""
+    """The rows of queries, keys and values; without queries that are stored with a gate. config: of the rank."""
     assert isinstance(qkv, LinearWeight), "weights are quantised when all are read"
     if not config.has_output_gate:
         return qkv
@@ -208,16 +209,18 @@ def _stored_alone(qkv: Weight, config: ModelConfig) -> LinearWeight:
     return LinearWeight(qkv.data[first:end], None if qkv.bias is None else qkv.bias[first:end])
 
 
-def _gated_queries(qkv: Weight, config: ModelConfig) -> Iterator[tuple[str, Destination]]:
+def _gated_queries(qkv: Weight, config: ModelConfig, split: Split) -> Iterator[tuple[str, Destination]]:
     """Stored is each head's queries and then its gate. They go to the first and to the last rows."""
     assert isinstance(qkv, LinearWeight), "weights are quantised when all are read"
-    heads, dims = config.num_heads, config.head_dim
+    own, dims = split.of(config.num_heads), config.head_dim
+    heads, places = len(own), row_places(scaled(own, 2 * dims))
     for kind, whole_part in (("weight", qkv.data), ("bias", qkv.bias)):
         if whole_part is not None:
             rest, inner = whole_part.shape[1:], whole_part.stride(0)
             to_gate = (len(whole_part) - heads * dims) * inner
             part = whole_part.as_strided((heads, 2, dims, *rest), (dims * inner, to_gate, inner, *whole_part.stride()[1:]))
-            yield f"self_attn.q_proj.{kind}", Destination(part, (2 * heads * dims, *rest), partial(_in_turn, dims))
+            size = 2 * config.num_heads * dims
+            yield f"self_attn.q_proj.{kind}", Destination(part, (size, *rest), partial(_in_turn, dims), places)
 
 
 def _in_turn(dims: int, stored: torch.Tensor) -> torch.Tensor:
@@ -270,25 +273,31 @@ def _mlp_parts(
 
 
 def _latent_destinations(
-    config: ModelConfig, latent: LatentConfig, weights: LatentWeights
+    config: ModelConfig, latent: LatentConfig, weights: LatentWeights, split: Split
 ) -> Iterator[tuple[str, Destination]]:
-    """A bias is stored for what is projected down alone."""
+    """A bias is stored for what is projected down alone. That is whole on each rank, and what is of heads is its own heads'."""
     widths, down = latent.widths, weights.down
     assert isinstance(down, LinearWeight), "weights are quantised when all are read"
     num_kv = widths.latent + widths.rope
     num_query = down.data.shape[0] - num_kv
-    query = "q_proj" if latent.query_rank is None else "q_a_proj"
+    heads = split.of(config.num_heads)
+
+    def of_heads(name: str, size: int) -> list[tuple[str, int, range]]:
+        return [(f"self_attn.{name}", config.num_heads * size, scaled(heads, size))]
+
     for kind, whole in (("weight", down.data), ("bias", down.bias)):
         if whole is not None:
-            if kind == "weight" or latent.query_rank is not None:
-                yield f"self_attn.{query}.{kind}", take_all(whole[:num_query])
+            if latent.query_rank is not None:
+                yield f"self_attn.q_a_proj.{kind}", take_all(whole[:num_query])
             yield f"self_attn.kv_a_proj_with_mqa.{kind}", take_all(whole[num_query:])
+    queries: Weight = LinearWeight(down.data[:num_query])
     if weights.query_up is not None and weights.query_norm is not None:
         yield "self_attn.q_a_layernorm.weight", take_all(weights.query_norm)
-        parts = [("self_attn.q_b_proj", *whole_range(config.num_heads * (widths.key + widths.rope)))]
-        yield from by_outputs(weights.query_up, parts, "")
+        queries = weights.query_up
+    name = "q_proj" if latent.query_rank is None else "q_b_proj"
+    yield from by_outputs(queries, of_heads(name, widths.key + widths.rope), "")
     yield "self_attn.kv_a_layernorm.weight", take_all(weights.norm)
-    yield "self_attn.kv_b_proj.weight", take_all(weights.up.flatten(0, 1))
+    yield from by_outputs(LinearWeight(weights.up.flatten(0, 1)), of_heads("kv_b_proj", widths.key + widths.value), "")
 
 
 def _stacked_destinations(

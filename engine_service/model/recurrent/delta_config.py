@@ -1,7 +1,7 @@
 """DeltaNetShape: the shape of a gated delta net, as its config.json says. Knows no tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..checkpoint.json_file import bad, count
@@ -26,9 +26,24 @@ class DeltaNetShape:
     has_bias: ClassVar = False
 
     @property
+    def split_counts(self) -> dict[str, int]:
+        """What a number of ranks has to divide, by its name."""
+        return {"key heads of linear attention": self.num_key_heads}
+
+    def of_rank(self, num_ranks: int) -> "DeltaNetShape":
+        """The shape of each of so many ranks. A head of keys is with all heads of values that it goes with."""
+        return replace(self, num_key_heads=self.num_key_heads // num_ranks, num_value_heads=self.num_value_heads // num_ranks)
+
+    @property
+    def conv_sizes(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values, in that order."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_outputs
+
+    @property
     def conv_dim(self) -> int:
         """Numbers of a token that are convolved: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return sum(self.conv_sizes)
 
     @property
     def num_outputs(self) -> int:

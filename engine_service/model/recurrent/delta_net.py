@@ -13,7 +13,7 @@ from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
 from kvkeeper.kernels.recurrent.gated_norm import gated_norm
 from kvkeeper.kernels.types import DeltaInputs, DeltaState, LinearWeight
 
-from ..checkpoint.destination import Destination, Empty, take_all
+from ..checkpoint.destination import Destination, Empty, Part, take_all, take_kinds
 from ..experts import Weight
 from .delta_config import DeltaNetShape
 from .state_pages import StateMetadata
@@ -51,22 +51,23 @@ class DeltaNet:
         out = run_rows(inputs, metadata, at, (shape.num_value_heads, shape.value_dim))
         return gated_norm(out, gate, self.norm, eps)
 
-    def destinations(self) -> Iterator[tuple[str, Destination]]:
-        """(name within the layer, destination) of every stored tensor but the output projection."""
+    def destinations(self, whole: DeltaNetShape, own: Part) -> Iterator[tuple[str, Destination]]:
+        """See Mixer."""
         shape, mixed = self.shape, self.mixed
         assert isinstance(mixed, LinearWeight), "weights are quantised when all are read"
         keys, each = shape.key_dim, shape.num_value_heads // shape.num_key_heads
-        values = each * shape.value_dim
+        values, heads = each * shape.value_dim, (whole.num_value_heads,)
         if shape.is_mixed:
-            yield "linear_attn.in_proj_qkvz.weight", _by_kind(mixed.data, (keys, keys, values, values), shape)
-            yield "linear_attn.in_proj_ba.weight", _by_kind(self.gates.data, (each, each), shape)
+            yield "linear_attn.in_proj_qkvz.weight", _by_kind(mixed.data, (keys, keys, values, values), whole, own)
+            yield "linear_attn.in_proj_ba.weight", _by_kind(self.gates.data, (each, each), whole, own)
         else:
             kinds = (*mixed.data.tensor_split([shape.conv_dim]), *self.gates.data.chunk(2))
-            for name, part in zip(("qkv", "z", "b", "a"), kinds, strict=True):
-                yield f"linear_attn.in_proj_{name}.weight", take_all(part)
-        yield "linear_attn.conv1d.weight", take_all(self.conv[:, None])
-        yield "linear_attn.dt_bias", take_all(self.decay_bias)
-        yield "linear_attn.A_log", take_all(self.decay_log)
+            sizes = whole.conv_sizes, (whole.num_outputs,), heads, heads
+            for name, part, of_kinds in zip(("qkv", "z", "b", "a"), kinds, sizes, strict=True):
+                yield f"linear_attn.in_proj_{name}.weight", take_kinds(part, of_kinds, own)
+        yield "linear_attn.conv1d.weight", take_kinds(self.conv[:, None], whole.conv_sizes, own)
+        yield "linear_attn.dt_bias", take_kinds(self.decay_bias, heads, own)
+        yield "linear_attn.A_log", take_kinds(self.decay_log, heads, own)
         yield "linear_attn.norm.weight", take_all(self.norm)
 
 
@@ -94,11 +95,14 @@ def allocate_delta_net(shape: DeltaNetShape, hidden_size: int, empty: Empty) -> 
     )
 
 
-def _by_kind(part: torch.Tensor, sizes: Sequence[int], shape: DeltaNetShape) -> Destination:
-    """Stored are for each key head so many rows of every kind; `part` has all rows of a kind together."""
+def _by_kind(part: torch.Tensor, sizes: Sequence[int], whole: DeltaNetShape, own: Part) -> Destination:
+    """Stored are for each key head so many rows of every kind; `part` has all rows of a kind together, of the rank's heads."""
+    heads, of_head = own(whole.num_key_heads), sum(sizes)
+    place = (slice(heads.start * of_head, heads.stop * of_head),)
 
     def turned(stored: torch.Tensor) -> torch.Tensor:
-        kinds = stored.unflatten(0, (shape.num_key_heads, -1)).split(list(sizes), 1)
+        kinds = stored.unflatten(0, (len(heads), -1)).split(list(sizes), 1)
         return torch.cat([kind.flatten(0, 1) for kind in kinds])
 
-    return Destination(part, tuple(part.shape), turned)
+    shape = whole.num_key_heads * of_head, *part.shape[1:]
+    return Destination(part, shape, turned, (place,))

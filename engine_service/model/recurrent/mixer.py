@@ -4,11 +4,11 @@ The decoder knows this alone, and no kind of mixer.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
-from ..checkpoint.destination import Destination, Empty
+from ..checkpoint.destination import Destination, Empty, Part
 from ..experts import Weight
 from .delta_net import allocate_delta_net
 from .recurrent_config import RecurrentShape
@@ -33,8 +33,11 @@ class Mixer(Protocol):
         """
         ...
 
-    def destinations(self) -> Iterator[tuple[str, Destination]]:
-        """(name within the layer, destination) of every stored tensor but the output projection."""
+    def destinations(self, whole: Any, own: Part) -> Iterator[tuple[str, Destination]]:
+        """(name within the layer, destination) of every stored tensor but the output projection, of which the rank has a part.
+
+        whole: the shape of the layer, of its kind, on one rank. own: the rank's part of its heads, groups or channels.
+        """
         ...
 
 

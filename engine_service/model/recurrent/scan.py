@@ -3,7 +3,7 @@
 Follows transformers' Nemotron-H in the order of its operations.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.recurrent.gated_norm import gated_norm
 from kvkeeper.kernels.types import DeltaInputs, LinearWeight, ScanRule
 
-from ..checkpoint.destination import Destination, Empty, take_all
+from ..checkpoint.destination import Destination, Empty, Part, take_kinds
 from ..experts import Weight
 from .delta_net import run_rows
 from .scan_config import ScanShape
@@ -54,26 +54,22 @@ class Scan:
         out = run_rows(inputs, metadata, at, (shape.num_heads, shape.head_dim))
         return gated_norm(out.view(len(x), shape.num_groups, -1), gate, self.norm, eps)
 
-    def destinations(self) -> Iterator[tuple[str, Destination]]:
-        """(name within the layer, destination) of every stored tensor but the output projection.
-
-        Stored are what the outputs are gated by, values, keys, queries and steps.
-        """
-        shape, whole = self.shape, self.whole
-        assert whole is not None, "nothing is packed yet"
-        keys, values = shape.num_groups * shape.state_size, shape.num_outputs
+    def destinations(self, whole: ScanShape, own: Part) -> Iterator[tuple[str, Destination]]:
+        """See Mixer. Stored are what the outputs are gated by, values, keys, queries and steps."""
+        assert self.whole is not None, "nothing is packed yet"
+        keys, values, heads = whole.num_groups * whole.state_size, whole.num_outputs, whole.num_heads
         convolved = values, keys, keys
-        projected = values, *convolved, shape.num_heads
-        yield "mixer.in_proj.weight", _in_order(whole.data, projected, (3, 2, 1, 0, 4))
-        if whole.bias is not None:
-            yield "mixer.in_proj.bias", _in_order(whole.bias, projected, (3, 2, 1, 0, 4))
-        yield "mixer.conv1d.weight", _in_order(self.conv[:, None], convolved, (2, 1, 0))
-        if shape.has_conv_bias:
-            yield "mixer.conv1d.bias", _in_order(self.rule.conv_bias, convolved, (2, 1, 0))
-        yield "mixer.dt_bias", take_all(self.decay_bias)
-        yield "mixer.A_log", take_all(self.decay_log)
-        yield "mixer.D", take_all(self.rule.skip)
-        yield "mixer.norm.weight", take_all(self.norm.flatten())
+        projected = values, *convolved, heads
+        for kind, part in (("weight", self.whole.data), ("bias", self.whole.bias)):
+            if part is not None:
+                yield f"mixer.in_proj.{kind}", take_kinds(part, projected, own, (3, 2, 1, 0, 4))
+        yield "mixer.conv1d.weight", take_kinds(self.conv[:, None], convolved, own, (2, 1, 0))
+        if whole.has_conv_bias:
+            yield "mixer.conv1d.bias", take_kinds(self.rule.conv_bias, convolved, own, (2, 1, 0))
+        yield "mixer.dt_bias", take_kinds(self.decay_bias, (heads,), own)
+        yield "mixer.A_log", take_kinds(self.decay_log, (heads,), own)
+        yield "mixer.D", take_kinds(self.rule.skip, (heads,), own)
+        yield "mixer.norm.weight", take_kinds(self.norm.flatten(), (values,), own)
 
 
 def allocate_scan(shape: ScanShape, hidden_size: int, empty: Empty) -> Scan:
@@ -94,13 +90,3 @@ def allocate_scan(shape: ScanShape, hidden_size: int, empty: Empty) -> Scan:
         norm=empty(shape.num_groups, outputs // shape.num_groups),
         whole=LinearWeight(data, bias),
     )
-
-
-def _in_order(part: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> Destination:
-    """Stored are kinds of rows, so many of each; `part` has them in this order."""
-
-    def turned(stored: torch.Tensor) -> torch.Tensor:
-        kinds = stored.split(list(sizes))
-        return torch.cat([kinds[kind] for kind in order])
-
-    return Destination(part, tuple(part.shape), turned)

@@ -1,7 +1,7 @@
 """ScanShape: the shape of a Mamba 2 layer (arXiv 2405.21060), as its config.json says. Knows no tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar
 
@@ -31,6 +31,15 @@ class ScanShape:
     has_conv_bias: bool
     has_bias: bool
     block: ClassVar = "mixer"  # where its tensors are stored in a layer
+
+    @property
+    def split_counts(self) -> dict[str, int]:
+        """What a number of ranks has to divide, by its name."""
+        return {"groups of its scans": self.num_groups}
+
+    def of_rank(self, num_ranks: int) -> "ScanShape":
+        """The shape of each of so many ranks. A group is with all heads that it goes with."""
+        return replace(self, num_heads=self.num_heads // num_ranks, num_groups=self.num_groups // num_ranks)
 
     @property
     def conv_dim(self) -> int:

@@ -13,7 +13,7 @@ from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.recurrent.short_conv import short_conv
 from kvkeeper.kernels.types import ConvInputs, LinearWeight
 
-from ..checkpoint.destination import Destination, Empty, take_all
+from ..checkpoint.destination import Destination, Empty, Part, take_kinds
 from ..experts import Weight
 from .short_conv_config import ShortConvShape
 from .state_pages import StateMetadata
@@ -40,14 +40,15 @@ class ShortConv:
                 short_conv(inputs, window, rows, out)
         return out
 
-    def destinations(self) -> Iterator[tuple[str, Destination]]:
-        """(name within the layer, destination) of every stored tensor but the output projection."""
+    def destinations(self, whole: ShortConvShape, own: Part) -> Iterator[tuple[str, Destination]]:
+        """See Mixer."""
         assert isinstance(self.mixed, LinearWeight), "weights are quantised when all are read"
-        yield "conv.in_proj.weight", take_all(self.mixed.data)
-        yield "conv.conv.weight", take_all(self.conv[:, None])
+        channels = (whole.channels,)
+        yield "conv.in_proj.weight", take_kinds(self.mixed.data, 3 * channels, own)
+        yield "conv.conv.weight", take_kinds(self.conv[:, None], channels, own)
         if self.mixed.bias is not None and self.bias is not None:
-            yield "conv.in_proj.bias", take_all(self.mixed.bias)
-            yield "conv.conv.bias", take_all(self.bias)
+            yield "conv.in_proj.bias", take_kinds(self.mixed.bias, 3 * channels, own)
+            yield "conv.conv.bias", take_kinds(self.bias, channels, own)
 
 
 def allocate_short_conv(shape: ShortConvShape, hidden_size: int, empty: Empty) -> ShortConv:

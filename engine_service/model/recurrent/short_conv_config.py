@@ -1,7 +1,7 @@
 """ShortConvShape: the shape of a layer that convolves a few tokens, as its config.json says. Knows no tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..checkpoint.json_file import bad, count, flag
@@ -17,6 +17,15 @@ class ShortConvShape:
     kernel: int
     has_bias: bool
     block: ClassVar = "conv"  # where its tensors are stored in a layer
+
+    @property
+    def split_counts(self) -> dict[str, int]:
+        """What a number of ranks has to divide, by its name."""
+        return {"channels of its convolutions": self.channels}
+
+    def of_rank(self, num_ranks: int) -> "ShortConvShape":
+        """The shape of each of so many ranks."""
+        return replace(self, channels=self.channels // num_ranks)
 
     @property
     def num_outputs(self) -> int:

@@ -40,7 +40,7 @@ class Graphs:
 class Told:
     """A Runner that is made ready, and notes how."""
 
-    def make_ready(self, bounds, graphs, *, with_retention, progress):
+    def make_ready(self, bounds, graphs, *, with_retention, progress, flashinfer):
         self.graphs, self.with_retention, self.progress = graphs, with_retention, progress
 
 

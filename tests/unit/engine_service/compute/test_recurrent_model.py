@@ -11,8 +11,6 @@ from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
-from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.split import Split
 from tests.benchmarks import kv_errors
 from tests.support.models.tiny_models import build_model_folder, tiny_model
 
@@ -58,11 +56,6 @@ def test_the_spec_tells_what_a_state_takes(folder: Path, block_size: int, sizes:
 def test_what_a_state_cannot_do_is_refused_at_load(folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         load_served_model(config_of(folder, **options))
-
-
-def test_it_is_not_split_over_ranks(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="families without recurrent layers"):
-        load_model(folder, progress=False, split=Split(0, 2))
 
 
 def test_its_quality_is_not_measured(folder: Path) -> None:

@@ -8,8 +8,6 @@ import pytest
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
-from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.split import Split
 from tests.support.models.tiny_models import build_model_folder, tiny_model
 
 
@@ -22,12 +20,6 @@ def test_few_bits_are_refused_to_models_whose_attention_reads_none(tmp_path: Pat
     assert load_served_model(EngineConfig(model=folder, progress=False)).num_parameters > 0
     with pytest.raises(UnsupportedModelError, match=r"--kv-dtype.*int8.*auto for models with latent attention"):
         load_served_model(EngineConfig(model=folder, progress=False, kv_dtype="int8"))
-
-
-def test_latent_attention_is_not_split(tmp_path: Path) -> None:
-    folder = folder_of("deepseek_v3", tmp_path)
-    with pytest.raises(UnsupportedModelError, match="families without latent attention"):
-        load_model(folder, progress=False, split=Split(0, 2))
 
 
 def test_what_is_not_built_of_recurrent_families_is_named(tmp_path: Path) -> None:

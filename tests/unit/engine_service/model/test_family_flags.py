@@ -18,11 +18,9 @@ import transformers
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
-from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.families import table
 from kvkeeper.engine_service.model.families.family import DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.split import Split, config_of_rank
 from tests.support.models.tiny_models import (
     NumericsCase,
     TinyModel,
@@ -283,15 +281,6 @@ APART: dict[str, dict[str, Any]] = {
 def test_features_that_are_not_computed_together_are_no_family(what: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"cannot have {what}"):
         Family(**fields)
-
-
-def test_output_gates_are_not_split(tmp_path: Path) -> None:
-    """A model of that family without a recurrent layer is one of them."""
-    kind = tiny_model("qwen3_next")
-    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
-    folder = build_model_folder(tmp_path, TinyModel("gated", kind.family, kind.overrides | layers))
-    with pytest.raises(UnsupportedModelError, match="families without output gates"):
-        config_of_rank(read_model_config(folder), Split(0, 2))
 
 
 def test_sinks_of_layers_that_are_not_rotated_are_not_rotated_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

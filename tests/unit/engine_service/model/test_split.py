@@ -1,6 +1,7 @@
 """Models that are split over ranks: logits against transformers, what a rank reads of a checkpoint, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,7 +36,9 @@ torch.set_num_threads(1)
 BLOCK_SIZE = 4
 # Of each kind of projection, norm and window one; and some for four ranks on two KV heads.
 TWO = ["llama_tied", "granite_biased", "qwen3_moe_renormalised_one_dense", "gemma2", "gpt_oss", "llama4_dense_between_biased"]
-FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial"]
+TWO += ["deepseek_v2", "deepseek_v3_biased_halves", "qwen3_5_27b", "qwen3_5_35b_a3b", "qwen3_next_biased_one_dense"]
+TWO += ["lfm2_biased_untied", "lfm2_moe", "nemotron_3_nano", "nemotron_3_super", "nemotron_h_biased"]
+FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial", "deepseek_v3", "lfm2"]
 
 
 def split_logits(folder, num_ranks, cases, chunk_size=7, **options):
@@ -56,6 +59,14 @@ def test_logits_of_several_ranks_are_those_of_transformers(name, num_ranks, tmp_
     cases = numerics_cases(BLOCK_SIZE)
     reference = reference_logits(folder, cases)
     assert reference.error(split_logits(folder, num_ranks, cases)) <= reference.bound
+
+
+def test_a_bias_behind_experts_of_a_latent_is_added_once(tmp_path):
+    chosen = tiny_model("nemotron_3_super")
+    folder = build_model_folder(tmp_path, replace(chosen, overrides=chosen.overrides | {"mlp_bias": True}))
+    cases = numerics_cases(BLOCK_SIZE)[:2]
+    reference = reference_logits(folder, cases)
+    assert reference.error(split_logits(folder, 2, cases)) <= reference.bound
 
 
 def test_the_demo_model_draws_the_tokens_that_one_rank_draws():
@@ -149,6 +160,10 @@ def test_damage_that_shows_when_a_part_is_read_is_told(tmp_path, monkeypatch):
         ("llama", 3, "attention heads, 4"),
         ("llama", 8, "attention heads, 4"),
         ("olmo2", 2, "norms over all heads"),
+        ("deepseek_v3", 8, "attention heads, 4"),
+        ("qwen3_5_27b", 4, "key heads of linear attention, 2"),
+        ("qwen3_next", 2, "key heads of linear attention, 1"),
+        ("nemotron_3_nano", 4, "groups of its scans, 2"),
     ],
 )
 def test_models_that_cannot_be_split_so_are_refused(name, num_ranks, words, tmp_path):
@@ -158,14 +173,20 @@ def test_models_that_cannot_be_split_so_are_refused(name, num_ranks, words, tmp_
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "changes", "words"),
     [
-        ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, "divisors or multiples of the 3 KV heads"),
-        ({"intermediate_size": 129}, "inner width, 129"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+            "divisors or multiples of the 3 KV heads",
+        ),
+        ("llama", {"intermediate_size": 129}, "inner width, 129"),
+        ("lfm2", {"hidden_size": 63, "head_dim": 16}, "channels of its convolutions, 63"),
+        ("qwen3_5_35b_a3b", {"shared_expert_intermediate_size": 33}, "inner width of the shared expert, 33"),
     ],
 )
-def test_numbers_that_do_not_divide_are_told(changes, words, tmp_path):
-    folder = build_model_folder(tmp_path, tiny_model("llama"))
+def test_numbers_that_do_not_divide_are_told(name, changes, words, tmp_path):
+    folder = build_model_folder(tmp_path, tiny_model(name))
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UnsupportedModelError, match=words):

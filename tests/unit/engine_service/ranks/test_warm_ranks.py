@@ -3,11 +3,15 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.ranks.messages import Answer
 from kvkeeper.engine_service.ranks.rank_process import RankProcess
 from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
+from kvkeeper.kernels.attention import flashinfer_prefill
+from kvkeeper.kernels.attention.flashinfer_prefill import FlashInfer
 
 
 class Noted(ModelRunner):
@@ -17,11 +21,13 @@ class Noted(ModelRunner):
         self.queue = HostQueue()
         self.told: list[Any] = []
 
-    def make_ready(self, bounds: StepBounds, graphs: object, *, with_retention: bool, progress: bool) -> None:
-        self.told.append((bounds, graphs, with_retention))
+    def make_ready(self, bounds: StepBounds, graphs: object, **options: Any) -> None:
+        self.told.append((bounds, graphs, options["with_retention"], options["flashinfer"]))
 
 
-def test_all_ranks_make_ready_for_the_same_steps_and_transfers() -> None:
+def test_all_ranks_make_ready_for_the_same_steps_and_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, of_other = FlashInfer(object(), "1"), FlashInfer(object(), "1")
+    monkeypatch.setattr(flashinfer_prefill, "find_flashinfer", lambda *, wanted: of_other)
     first, other, calls = Noted(), Noted(), list[Any]()
     rank = RankProcess.__new__(RankProcess)
     rank._pipe = SimpleNamespace(send=calls.append)  # type: ignore[assignment]
@@ -30,6 +36,10 @@ def test_all_ranks_make_ready_for_the_same_steps_and_transfers() -> None:
         send_all=lambda kind, body: rank._step(kind, bytearray(body), mapped), hear=lambda: calls.append("heard")
     )
     bounds = StepBounds(3, 500, 700, may_retain=False)
-    RankedRunner(first, ranks).make_ready(bounds, None, with_retention=True, progress=False)
-    assert first.told == other.told == [(bounds, None, True)]
+    RankedRunner(first, ranks).make_ready(bounds, None, with_retention=True, progress=False, flashinfer=own)
+    assert (first.told, other.told) == ([(bounds, None, True, own)], [(bounds, None, True, of_other)])
     assert calls == ["mover", Answer.DONE, "heard"]
+    RankedRunner(first, ranks).make_ready(
+        bounds, None, with_retention=True, progress=False, flashinfer=FlashInfer(None, "", "off")
+    )
+    assert other.told[-1] == (bounds, None, True, None)
