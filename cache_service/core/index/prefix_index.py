@@ -140,8 +140,7 @@ class PrefixIndex:
         tokens [n * block_size]; blocks [n]. Where the content was known, the node in the answer has another block.
         """
         raw = np.ascontiguousarray(tokens, "<i4").tobytes()
-        width, first_parent = self._key_len - 4, parent
-        nodes: list[int] = []
+        width, first_parent, nodes = self._key_len - 4, parent, list[int]()
         for row in range(len(blocks)):
             key = _PACK_PARENT(parent) + raw[row * width : (row + 1) * width]
             parent = self._nodes.get(key) or self._add(key)
