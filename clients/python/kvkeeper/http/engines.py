@@ -32,7 +32,7 @@ class Engine:
         self.client = client
         self._given_form = form
         self._asked_at = 0.0
-        self._pieces: dict[int, bytes] = {}
+        self.spelled: dict[int, bytes] = {}  # the bytes of tokens that were asked for
         self.model: pb.GetModelResponse
         self.form: Form
 
@@ -42,14 +42,14 @@ class Engine:
             return
         model = await self.client.model()
         if not self._asked_at or model.revision != self.model.revision:
-            self._pieces = {}
+            self.spelled = {}
             given = self._given_form
             self.form = await asyncio.to_thread(_form, model) if given is None else given
         self.model, self._asked_at = model, time.monotonic()
 
     async def spell(self, token_ids: Iterable[int]) -> dict[int, bytes]:
         """The bytes of these tokens, and of others. Raises KvkeeperError."""
-        pieces = self._pieces
+        pieces = self.spelled
         unknown = list(set(token_ids) - pieces.keys())
         for start in range(0, len(unknown), _MOST_PIECES):
             asked = unknown[start : start + _MOST_PIECES]
