@@ -18,7 +18,7 @@ from kvkeeper.client import CallOptions, Chat, EngineClient, GenerateOptions, Sa
 from tests.support.documents.markdown import ROOT
 from tests.support.processes.serve import END_S, MODEL, Served, serving
 
-NUM_AGENTS = 8
+NUM_AGENTS = 64
 PLACE: Any = {"place": {"enum": ["Rome", "Oslo"]}}
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
