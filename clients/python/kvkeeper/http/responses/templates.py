@@ -15,12 +15,8 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from .pieces import CallArguments, CallStart, Content, Piece, Reasoning
 
 _CALLS = "tool_calls"
-_TEXTS: Mapping[str, type[Content] | type[Reasoning]] = {
-    "content": Content,
-    "reasoning_content": Reasoning,
-    "reasoning": Reasoning,
-    "thinking": Reasoning,
-}
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_TEXTS: Mapping[str, type[Content] | type[Reasoning]] = {"content": Content, **dict.fromkeys(_THOUGHTS, Reasoning)}
 
 
 def load(text: str) -> ResponseTemplate:
