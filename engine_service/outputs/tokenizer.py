@@ -7,6 +7,7 @@ has its own Detokenizer and StopStrings; the Tokenizer is shared and never chang
 
 import copy
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +40,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_ids: frozenset[int]) -> None:
-        """settings: chat_template and special_tokens, as FolderTokenizer has them."""
+        """settings: chat_template, response_template and special_tokens, as FolderTokenizer has them."""
         self._backend = backend
         self._settings = settings
         added = backend.get_added_tokens_decoder()
@@ -53,8 +54,8 @@ class Tokenizer:
     def load(cls, folder: Path) -> "Tokenizer":
         """Read tokenizer.json and the files beside it. Raises as read_tokenizer does."""
         found = read_tokenizer(Path(folder))
-        settings = {"chat_template": found.chat_template, "special_tokens": found.special_tokens}
-        return cls(found.backend, settings, found.eos_ids)
+        names = ("chat_template", "response_template", "special_tokens")
+        return cls(found.backend, {name: getattr(found, name) for name in names}, found.eos_ids)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
@@ -94,6 +95,12 @@ class Tokenizer:
             return find_template(self._settings.get("chat_template"), "tool_use")
         except TokenizerError:
             return ""
+
+    @property
+    def response_template(self) -> str:
+        """As JSON. Empty: the model has none."""
+        found = self._settings.get("response_template")
+        return "" if found is None else json.dumps(found)
 
     @cached_property
     def plain_text(self) -> "PlainText":

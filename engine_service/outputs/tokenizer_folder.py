@@ -28,12 +28,14 @@ class FolderTokenizer:
 
     Attributes:
         chat_template: one template, or several by name or as a list of names with templates; None: none.
+        response_template: how the model writes thoughts and calls, for transformers' ResponseParser; None: not said.
         special_tokens: the text of each special token that has a name, such as bos_token; no others.
         eos_ids: ids that end a sequence, from the first file that has them.
     """
 
     backend: tokenizers.Tokenizer
     chat_template: object
+    response_template: object
     special_tokens: dict[str, str]
     eos_ids: frozenset[int]
 
@@ -67,7 +69,8 @@ def read_tokenizer(folder: Path) -> FolderTokenizer:
     _declare(backend, declared, list(named.values()), others)
     special_tokens = {name: token.content for name, token in named.items()}
     eos_ids = _eos_ids(folder, backend, special_tokens.get("eos_token"))
-    return FolderTokenizer(backend, _chat_template(folder, config), special_tokens, eos_ids)
+    templates = _chat_template(folder, config), config.get("response_template")
+    return FolderTokenizer(backend, *templates, special_tokens, eos_ids)
 
 
 def _declare(

@@ -254,6 +254,7 @@ class EngineService:
             max_stop_bytes=self._config.max_stop_bytes,
             chat_template="" if self.text.tokenizer is None else self.text.tokenizer.chat_template,
             text_part_of=model.text_part_of,
+            response_template="" if self.text.tokenizer is None else self.text.tokenizer.response_template,
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:

@@ -70,7 +70,7 @@ class Engines:
     """One engine for all keys, or the error that it gives."""
 
     def __init__(self, client: Client, form: str = "qwen", error: Exception | None = None) -> None:
-        self._engine = engine = Engine(client, form)  # type: ignore[arg-type]
+        self._engine = engine = Engine(client, None)  # type: ignore[arg-type]
         engine.model = SimpleNamespace(model_id="m", text_part_of="", max_tokens_per_sequence=100, revision="r" * 64)  # type: ignore[assignment]
         engine.form, engine._asked_at = choose_form(None, form), float("inf")
         self._error = error

@@ -79,7 +79,7 @@ class Answer:
 async def seen(name: str, fields: dict[str, Any], form: str = "qwen") -> str:
     """What the engine is asked and the client is told, but for what is drawn."""
     client = StandIn()
-    engine = Engine(client, form)  # type: ignore[arg-type]
+    engine = Engine(client, None)  # type: ignore[arg-type]
     engine.model = SimpleNamespace(model_id="m", text_part_of="", max_tokens_per_sequence=100, revision="r" * 64)  # type: ignore[assignment]
     engine.form, engine._asked_at = choose_form(None, form), float("inf")
 

@@ -42,7 +42,7 @@ ASKED: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "cont
 
 @asynccontextmanager
 async def connected(engine_client: AskedEngine, form: str = "qwen") -> AsyncIterator[anthropic.AsyncAnthropic]:
-    engine = Engine(engine_client, form)  # type: ignore[arg-type]
+    engine = Engine(engine_client, None)  # type: ignore[arg-type]
     engine.model = SimpleNamespace(model_id="m", text_part_of="", max_tokens_per_sequence=100, revision="r" * 64)  # type: ignore[assignment]
     engine.form, engine._asked_at = choose_form(None, form), float("inf")
 

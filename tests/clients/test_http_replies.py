@@ -26,7 +26,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 @asynccontextmanager
 async def connected(engine_client: AskedEngine) -> AsyncIterator[openai.AsyncOpenAI]:
-    engine = Engine(engine_client, "qwen")  # type: ignore[arg-type]
+    engine = Engine(engine_client, None)  # type: ignore[arg-type]
     engine.model = SimpleNamespace(model_id="m", text_part_of="", max_tokens_per_sequence=100, revision="r" * 64)  # type: ignore[assignment]
     engine.form, engine._asked_at = choose_form(None, "qwen"), float("inf")
 

@@ -113,11 +113,15 @@ def test_a_signal_ends_all_and_leaves_no_process(services: Services) -> None:
         (("--listen", ""), "--listen"),
         (("--workers", "0"), "--workers"),
         (("--response-form", "nothing"), "nothing"),
+        (("--response-template", "/nowhere/template.json"), "--response-template: [Errno 2]"),
+        (("--response-template", "{folder}/wrong.json"), "--response-template: no response template: field 'audio' is none of"),
+        (("--response-template", "{folder}/wrong.json", "--response-form", "qwen"), "one of them"),
         (("--token-file", "x"), "--token-file"),
     ],
 )
 def test_wrong_flags_of_the_front_are_named(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
-    command = [sys.executable, "-m", "kvkeeper.cli", "http", *flags]
+    (tmp_path / "wrong.json").write_text('{"start_anchor": "x", "fields": {"audio": {}}}')
+    command = [sys.executable, "-m", "kvkeeper.cli", "http", *(flag.format(folder=tmp_path) for flag in flags)]
     found = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=END_S)
     assert (found.returncode, said in found.stderr) == (2, True), found.stderr
 

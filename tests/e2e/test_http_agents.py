@@ -18,7 +18,7 @@ from kvkeeper.client import CallOptions, Chat, EngineClient, GenerateOptions, Sa
 from tests.support.documents.markdown import ROOT
 from tests.support.processes.serve import END_S, MODEL, Served, serving
 
-NUM_AGENTS = 8
+NUM_AGENTS = 64
 PLACE: Any = {"place": {"enum": ["Rome", "Oslo"]}}
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
@@ -29,12 +29,15 @@ CALLS = "(Well|Now), I look" + _CALL.format("forecast", ', "days": [0-9]{1,2}') 
 ANSWER = 16  # tokens
 # As the same family's later templates end where no thought is wanted, which would be free of the form.
 UNTHINKING = "{%- if add_generation_prompt %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+# What the model declares of its own output, which the family's form goes before.
+RESPONSES = {"start_anchor": "<|im_start|>assistant\n", "fields": {"content": {}}}
 
 
 def with_tools(model: Path) -> None:
     path = model / "tokenizer_config.json"
     template = (ROOT / "tests/support/models/chat_templates/qwen_2_5.jinja").read_text() + UNTHINKING
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    own = {"chat_template": template, "response_template": RESPONSES}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
 
 
 @pytest.fixture(scope="module")
@@ -93,5 +96,6 @@ def test_agents_at_once_have_each_their_own_calls_and_answers(served: Served) ->
         EngineClient(served.ready["engine"], CallOptions(retry_s=0)) as own,
         ThreadPoolExecutor(NUM_AGENTS) as pool,
     ):
+        assert json.loads(own.model().response_template) == RESPONSES
         for number, messages in enumerate(pool.map(lambda number: work(client, number), range(NUM_AGENTS))):
             check(own, messages, number)

@@ -22,12 +22,16 @@ from kvkeeper.http.fields import Generating
 from kvkeeper.http.tokens import Pieces, shown_ids
 
 DONE = b"data: [DONE]\n\n"  # ends a stream
+_END = b"}\n\n"  # of an event
 _BROKEN = {
     "cancelled": (503, "the request was cancelled"),
     "error": (500, "the request failed"),
     "timed_out": (504, "the request took too long"),
     "stalled": (504, "the request made no progress"),
 }
+
+
+Placed = tuple[int, OutputChunk | Usage]  # of the prompt of this place
 
 
 class Answer(Protocol):
@@ -88,6 +92,8 @@ class Work:
 
     async def spell(self, chunk: OutputChunk) -> Pieces:
         """What its log probabilities need, and all that was spelled before. Raises HttpError."""
+        if not (chunk.logprobs or chunk.prompt_logprobs):
+            return self.engine.spelled
         try:
             return await self.engine.spell(shown_ids((*chunk.logprobs, *chunk.prompt_logprobs)))
         except KvkeeperError as error:
@@ -138,26 +144,28 @@ async def stream(work: Work) -> AsyncGenerator[bytes, None]:
     with_usage = options is not None and bool(options.include_usage)
     envelope = work.envelope(work.writer.part_kind) | ({"usage": None} if with_usage else {})
     usages = []
-    num_new: Counter[int] = Counter()  # tokens of each choice
+    counts_on, num_new = work.request.counts_on, Counter[int]()  # tokens of each choice
+    head = event(envelope)[: -len(_END)]
     async with aclosing(read_chunks(work)) as found:
         async for place, chunk in found:
             if isinstance(chunk, Usage):
                 usages.append(chunk)
                 continue
             index = work.index(place, chunk)
-            if work.request.counts_on:
+            if counts_on:
                 num_new[index] += len(chunk.token_ids)
                 envelope["usage"] = _counts(work, len(work.asked[place].ids or ()), num_new[index])
+                head = event(envelope)[: -len(_END)]
             part = work.writer.part(place, chunk, await work.spell(chunk))
             if part is not None:
-                yield event(envelope | {"choices": [{"index": index, **part}]})
+                yield b'%b,"choices":[%b]%b' % (head, to_json({"index": index, **part}), _END)
     yield (event(envelope | {"choices": [], "usage": _usage(work, usages)}) if with_usage else b"") + DONE
 
 
 def event(value: Mapping[str, Any]) -> bytes:
     """As a server-sent event, which has a name where the value has a type."""
     name = b"event: %s\n" % value["type"].encode() if "type" in value else b""
-    return name + b"data: " + to_json(value) + b"\n\n"
+    return name + b"data: " + to_json(value)[:-1] + _END
 
 
 def _usage(work: Work, usages: Sequence[Usage]) -> dict[str, Any]:
@@ -170,13 +178,12 @@ def _counts(work: Work, num_prompt: int, num_new: int) -> dict[str, Any]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
-async def read_chunks(work: Work) -> AsyncGenerator[tuple[int, OutputChunk | Usage], None]:
+def read_chunks(work: Work) -> AsyncGenerator[Placed, None]:
     """What comes of each prompt, by its place. Raises HttpError."""
-    if len(work.asked) == 1:
-        async with aclosing(_read_one(work, 0)) as found:
-            async for chunk in found:
-                yield 0, chunk
-        return
+    return _read_one(work, 0) if len(work.asked) == 1 else _read_all(work)
+
+
+async def _read_all(work: Work) -> AsyncGenerator[Placed, None]:
     queue: asyncio.Queue[tuple[int, OutputChunk | Usage | HttpError]] = asyncio.Queue(len(work.asked))
     reading = [asyncio.create_task(_fill(work, place, queue)) for place in range(len(work.asked))]
     num_left = len(reading)
@@ -196,21 +203,21 @@ async def read_chunks(work: Work) -> AsyncGenerator[tuple[int, OutputChunk | Usa
 async def _fill(work: Work, place: int, queue: "asyncio.Queue[tuple[int, OutputChunk | Usage | HttpError]]") -> None:
     try:
         async with aclosing(_read_one(work, place)) as found:
-            async for chunk in found:
-                await queue.put((place, chunk))
+            async for each in found:
+                await queue.put(each)
     except HttpError as error:
         await queue.put((place, error))
 
 
-async def _read_one(work: Work, place: int) -> AsyncGenerator[OutputChunk | Usage, None]:
+async def _read_one(work: Work, place: int) -> AsyncGenerator[Placed, None]:
     asked = work.asked[place]
     async with asked.start(work.engine) as generation:
         try:
             async for chunk in generation:
                 if chunk.finish_reason in _BROKEN:
                     raise HttpError(*_BROKEN[chunk.finish_reason])
-                yield chunk
+                yield place, chunk
         except KvkeeperError as error:
             raise asked.failure(error) from None
         assert generation.usage is not None, "a stream that ended without an error has its usage"
-        yield generation.usage
+        yield place, generation.usage

@@ -5,6 +5,7 @@ A request ends when its client goes away, whether it waits or streams. A body is
 
 import asyncio
 import contextlib
+import gc
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -12,12 +13,11 @@ from typing import Any
 
 import structlog
 from pydantic_core import to_json
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvkeeper.client import KvkeeperError
 from kvkeeper.common.service import VERSION
@@ -47,7 +47,7 @@ Handler = Callable[[Call], Awaitable[Answer | dict[str, Any]]]
 BodyOf = Callable[[HttpError], Mapping[str, Any]]  # the body that reports a failure
 
 
-def make_app(engines: Engines) -> Starlette:
+def make_app(engines: Engines) -> ASGIApp:
     """The application; it closes `engines` at its end."""
     figures = Figures()
 
@@ -61,7 +61,8 @@ def make_app(engines: Engines) -> Starlette:
         return Response(figures.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: object) -> AsyncIterator[None]:
+        gc.freeze()  # what the libraries made stays: a collection that looked at it would stop all streams for 30 ms
         yield
         await engines.close()
 
@@ -87,11 +88,20 @@ def make_app(engines: Engines) -> Starlette:
         Route("/version", version),
         Route("/metrics", metrics),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_such_path})
+    router = Router(routes, lifespan=lifespan)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """All paths. What Starlette has around them would be called with each event of a stream."""
+        scope["app"] = app  # so that a router raises
+        try:
+            await router(scope, receive, send)
+        except HTTPException as error:
+            await _no_such_path(Request(scope), error)(scope, receive, send)
+
+    return app
 
 
-async def _no_such_path(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _no_such_path(request: Request, error: HTTPException) -> Response:
     failure = HttpError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return Response(to_json(failure.body()), error.status_code, error.headers, "application/json")
 

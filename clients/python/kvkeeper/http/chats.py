@@ -32,7 +32,7 @@ async def prepare(engine: Engine, request: ChatRequest) -> "tuple[Work, ChatWrit
     chat = make_chat(request, has_tools=request.tool_choice != "none", **arguments)
     prompt: Prompt = chat
     prompt_end = ""
-    if engine.form.thought is not None:
+    if engine.form.thought is not None or engine.form.template is not None:
         prompt = await get_tokens(engine, chat, "messages")
         prompt_end = await _end(engine, prompt)
     constraint, form = _constraint(request, engine, chat.tools, prompt_end)
@@ -47,10 +47,10 @@ async def prepare(engine: Engine, request: ChatRequest) -> "tuple[Work, ChatWrit
 
 
 async def _end(engine: Engine, prompt: Sequence[int]) -> str:
-    """What the template writes last, which may begin a thought."""
-    last = prompt[-_NUM_LAST:]
+    """What the template writes last, which may begin a thought; a response template finds that in the whole prompt."""
+    last = prompt if engine.form.template is not None else prompt[-_NUM_LAST:]
     pieces = await engine.spell(last)
-    return b"".join(pieces[token] for token in last).decode(errors="replace").rstrip()
+    return b"".join(pieces[token] for token in last).decode(errors="replace")
 
 
 def _check(request: ChatRequest) -> None:

@@ -81,8 +81,9 @@ class _Writer:
 
     def part(self, place: int, chunk: OutputChunk, pieces: Pieces) -> dict[str, Any]:
         request, asked = self._request, self._asked[place]
-        is_first = (place, chunk.index) not in self._logprobs
-        logprobs = self._logprobs.setdefault((place, chunk.index), CompletionLogprobs())
+        logprobs = self._logprobs.get((place, chunk.index))
+        if is_first := logprobs is None:
+            logprobs = self._logprobs[place, chunk.index] = CompletionLogprobs()
         has_output = request.max_tokens != 0
         if chunk.prompt_logprobs:
             self._of_prompt[place] = chunk

@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import grpc
+import structlog
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, Credentials, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.http.errors import HttpError
-from kvkeeper.http.responses import Form, choose_form
+from kvkeeper.http.responses import Form, WrongTemplate, choose_form, template_form
 
+log = structlog.get_logger()
 _MODEL_S = 5.0
 _HEALTH_S = 0.9  # Kubernetes' probes wait for 1 s, and the client would look for an engine that is away for longer
 _MOST_PIECES = 4096  # of one call
@@ -25,12 +27,12 @@ _MOST_PIECES = 4096  # of one call
 class Engine:
     """The engine for callers with one key."""
 
-    def __init__(self, client: AsyncEngineClient, form: str | None) -> None:
-        """form: the name of that of the model's output; None: as its chat template shows."""
+    def __init__(self, client: AsyncEngineClient, form: Form | None) -> None:
+        """form: that of the model's output; None: as its chat template shows, or else as it declares."""
         self.client = client
-        self._named_form = form
+        self._given_form = form
         self._asked_at = 0.0
-        self._pieces: dict[int, bytes] = {}
+        self.spelled: dict[int, bytes] = {}  # the bytes of tokens that were asked for
         self.model: pb.GetModelResponse
         self.form: Form
 
@@ -40,13 +42,14 @@ class Engine:
             return
         model = await self.client.model()
         if not self._asked_at or model.revision != self.model.revision:
-            self._pieces = {}
-            self.form = choose_form(model.chat_template or None, self._named_form)
+            self.spelled = {}
+            given = self._given_form
+            self.form = await asyncio.to_thread(_form, model) if given is None else given
         self.model, self._asked_at = model, time.monotonic()
 
     async def spell(self, token_ids: Iterable[int]) -> dict[int, bytes]:
         """The bytes of these tokens, and of others. Raises KvkeeperError."""
-        pieces = self._pieces
+        pieces = self.spelled
         unknown = list(set(token_ids) - pieces.keys())
         for start in range(0, len(unknown), _MOST_PIECES):
             asked = unknown[start : start + _MOST_PIECES]
@@ -54,10 +57,22 @@ class Engine:
         return pieces
 
 
+def _form(model: pb.GetModelResponse) -> Form:
+    """A family's form that knows its calls goes before what the model declares: calls come as they are written then."""
+    form = choose_form(model.chat_template or None, None)
+    if form.calls or not model.response_template:
+        return form
+    try:
+        return template_form(model.response_template)
+    except WrongTemplate as error:
+        log.warning("response_template_not_used", form=form.name, error=str(error))
+        return form
+
+
 class Engines:
     """One engine by the keys of callers."""
 
-    def __init__(self, target: str, form: str | None = None, *, needs_keys: bool = False) -> None:
+    def __init__(self, target: str, form: Form | None = None, *, needs_keys: bool = False) -> None:
         """
         Args:
             target: address of the engine service.

@@ -79,8 +79,8 @@ def serve(app: Any, listen: str, *, num_workers: int = 1, tls: tuple[Path, Path]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     settings: dict[str, Any] = {
         "host": host.strip("[]"), "port": int(port), "http": BoundedProtocol, "ws": "none", "lifespan": "on",
-        "log_config": None, "access_log": False, "server_header": False, "timeout_keep_alive": _KEEP_ALIVE_S,
-        "timeout_graceful_shutdown": _GRACE_S, "factory": isinstance(app, str),
+        "log_config": None, "access_log": False, "server_header": False, "proxy_headers": False,
+        "timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": _GRACE_S, "factory": isinstance(app, str),
     }  # fmt: skip
     if tls is not None:
         settings["ssl_certfile"], settings["ssl_keyfile"] = tls

@@ -243,6 +243,15 @@ def test_a_template_that_cannot_be_used_is_an_error(template):
         loaded("byte_level", {"chat_template": template}).apply_chat_template([])
 
 
+def test_the_response_template_is_that_of_the_config(folder):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"response_template": {"fields": {"content": {}}}}))
+    tokenizer = Tokenizer.load(folder)
+    assert json.loads(tokenizer.response_template) == {"fields": {"content": {}}}
+    assert Tokenizer.from_state(tokenizer.state()).response_template == tokenizer.response_template
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert Tokenizer.load(folder).response_template == ""
+
+
 def test_template_by_name_and_from_its_own_file(folder):
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeeper.cli.console.addresses import add_engine_flag
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, complain
@@ -21,12 +21,16 @@ from kvkeeper.cli.start.services import PARENT_VARIABLE, end_with_parent
 from kvkeeper.cli.start.supervisor import Service
 from kvkeeper.common.service.extras import install_command, missing
 
+if TYPE_CHECKING:
+    from kvkeeper.http.responses import Form
+
 NAME = "http"
 MODULES = ("starlette", "uvicorn", "httptools", "pydantic")
 LISTEN = "127.0.0.1:8000"
 _POLL_S = 0.02
 _ANSWER_S = 5.0
 _ENGINE_VARIABLE, _FORM_VARIABLE = "KVKEEPER_ENGINE_LISTEN", "KVKEEPER_HTTP_RESPONSE_FORM"
+_TEMPLATE_VARIABLE = "KVKEEPER_HTTP_RESPONSE_TEMPLATE"
 _KEYS_VARIABLE = "KVKEEPER_HTTP_NEEDS_KEYS"
 
 
@@ -39,6 +43,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", metavar="NUM", type=int, default=1, help="processes that serve (default: %(default)s)")
     parser.add_argument(
         "--response-form", metavar="NAME", help="how the model writes thoughts and calls (default: as its chat template shows)"
+    )
+    parser.add_argument(
+        "--response-template",
+        metavar="FILE",
+        type=Path,
+        help="the same, as a response template of transformers, in JSON (default: the model's own, where no form is shown)",
     )
     parser.add_argument(
         "--https-cert", metavar="FILE", type=Path, help="certificate, in PEM: clients speak HTTPS, also from other hosts"
@@ -108,12 +118,13 @@ def run(args: argparse.Namespace) -> int:
     if (exit_code := _refuse_files(args)) is not None:
         return exit_code
     from kvkeeper.common.service.settings import is_local
-    from kvkeeper.http.responses import UnknownForm, choose_form
 
+    if args.response_form is not None and args.response_template is not None:
+        args.usage_error("--response-form and --response-template: one of them")
     try:
-        choose_form(None, args.response_form)
-    except UnknownForm as error:
-        args.usage_error(f"--response-form: {error}")
+        _form(args.response_form, args.response_template)
+    except (OSError, ValueError) as error:
+        args.usage_error(f"{'--response-form' if args.response_template is None else '--response-template'}: {error}")
     if args.workers < 1:
         args.usage_error("--workers: 1 or more")
     if not end_with_parent():
@@ -123,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ[_ENGINE_VARIABLE] = args.engine  # workers read it
     if args.response_form is not None:
         os.environ[_FORM_VARIABLE] = args.response_form
+    if args.response_template is not None:
+        os.environ[_TEMPLATE_VARIABLE] = str(args.response_template.absolute())
     if not is_local(args.listen) and not args.trust_network:
         os.environ[_KEYS_VARIABLE] = "1"
     if args.workers == 1:
@@ -160,7 +173,17 @@ def make() -> Any:
         sys.exit(EXIT_FAILED)
     log.configure("info", "http")
     needs_keys = _KEYS_VARIABLE in os.environ
-    return make_app(Engines(os.environ[_ENGINE_VARIABLE], os.environ.get(_FORM_VARIABLE), needs_keys=needs_keys))
+    form = _form(os.environ.get(_FORM_VARIABLE), os.environ.get(_TEMPLATE_VARIABLE))
+    return make_app(Engines(os.environ[_ENGINE_VARIABLE], form, needs_keys=needs_keys))
+
+
+def _form(name: str | None, template: str | Path | None) -> "Form | None":
+    """How the model writes, by name or by a file of a response template. Raises UnknownForm, WrongTemplate, OSError."""
+    from kvkeeper.http.responses import choose_form, template_form
+
+    if template is not None:
+        return template_form(Path(template).read_text(encoding="utf-8"))
+    return None if name is None else choose_form(None, name)
 
 
 async def until_serving(listen: str, path: str = "/health") -> None:

@@ -171,7 +171,7 @@ class _Numbered:
         self._unread: deque[tuple[Answer, int]] = deque()  # and how much each is
         self._num_unread = 0
         self._error: KvkeeperError | None = None
-        self._has_unread = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of what reads it
         self._is_cancelled = self._has_begun = self._has_ended = False
         self._own: Any = None  # a call of its own
         self._number = call.begin(self, request)
@@ -196,7 +196,7 @@ class _Numbered:
     def _put(self, answer: Answer, num_units: int) -> None:
         self._unread.append((answer, num_units))
         self._num_unread += num_units
-        self._has_unread.set()
+        self._wake()
         if self._num_unread > _MOST_UNREAD and not self._has_ended:
             self._unread.clear()
             self._call.drop(self._number, is_over=False)
@@ -208,7 +208,7 @@ class _Numbered:
     def fail(self, error: KvkeeperError) -> None:
         self._error = error
         self._call.drop(self._number, is_over=True)
-        self._has_unread.set()
+        self._wake()
 
     def __aiter__(self) -> AsyncIterator[Answer]:
         return self._call_replies()
@@ -234,18 +234,22 @@ class _Numbered:
     async def _wait(self) -> None:
         if self._is_cancelled:
             raise asyncio.CancelledError
-        self._has_unread.clear()
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
             if self._deadline is None:
-                await self._has_unread.wait()
+                await self._waiter
             else:
                 async with asyncio.timeout(self.time_remaining()):
-                    await self._has_unread.wait()
+                    await self._waiter
         except TimeoutError:
             self._call.drop(self._number, is_over=False)
             raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="Deadline Exceeded") from None
         if self._is_cancelled:
             raise asyncio.CancelledError
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def time_remaining(self) -> float | None:
         """Seconds until its deadline; None: it has none."""
@@ -254,7 +258,7 @@ class _Numbered:
     def cancel(self) -> None:
         """Nothing more of it is wanted. Idempotent."""
         self._is_cancelled = True
-        self._has_unread.set()
+        self._wake()
         self._call.drop(self._number, is_over=False)
         if self._own is not None:
             self._own.cancel()

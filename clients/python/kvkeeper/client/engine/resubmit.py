@@ -9,7 +9,7 @@ continuation's tokens and characters.
 
 import secrets
 import uuid
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from kvkeeper.client.engine.calls import GenerateOptions, OutputChunk
@@ -28,6 +28,17 @@ def repeatable(options: GenerateOptions) -> GenerateOptions:
     return replace(options, request_id=request_id, sampling=replace(options.sampling, seed=seed))
 
 
+@dataclass(slots=True)
+class _Part:
+    """How much of a continuation has come in all, and in the attempt under way."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+    num_tokens_now: int = 0
+    num_chars_now: int = 0
+    has_ended: bool = False
+
+
 @dataclass
 class Received:
     """What one request has received over all its attempts.
@@ -42,28 +53,24 @@ class Received:
     request_id: str = ""
     address: str = ""
     is_followed: bool = False
-    _tokens: Counter[int] = field(default_factory=Counter)  # by continuation
-    _chars: Counter[int] = field(default_factory=Counter)
-    _ended: set[int] = field(default_factory=set)
+    _parts: defaultdict[int, _Part] = field(default_factory=lambda: defaultdict(_Part))  # by continuation
     _has_prompt_logprobs: bool = False
-    _tokens_now: Counter[int] = field(default_factory=Counter)  # of the attempt under way
-    _chars_now: Counter[int] = field(default_factory=Counter)
     _give_up_at: float = 0.0
     _num_attempts: int = 1
 
     def new_part(self, chunk: OutputChunk) -> OutputChunk | None:
         """The part of a chunk that was not received before; None where all of it was."""
-        index = chunk.index
-        old_tokens = max(0, self._tokens[index] - self._tokens_now[index])
-        old_chars = max(0, self._chars[index] - self._chars_now[index])
-        self._tokens_now[index] += len(chunk.token_ids)
-        self._chars_now[index] += len(chunk.text)
-        if index in self._ended:
+        part = self._parts[chunk.index]
+        if part.has_ended:
             return None
-        self._tokens[index] = max(self._tokens[index], self._tokens_now[index])
-        self._chars[index] = max(self._chars[index], self._chars_now[index])
-        if chunk.finish_reason is not None:
-            self._ended.add(index)
+        old_tokens, old_chars = part.num_tokens - part.num_tokens_now, part.num_chars - part.num_chars_now
+        part.num_tokens_now += len(chunk.token_ids)
+        part.num_chars_now += len(chunk.text)
+        if part.num_tokens_now > part.num_tokens:
+            part.num_tokens = part.num_tokens_now
+        if part.num_chars_now > part.num_chars:
+            part.num_chars = part.num_chars_now
+        part.has_ended = chunk.finish_reason is not None
         prompt_logprobs = () if self._has_prompt_logprobs else chunk.prompt_logprobs
         self._has_prompt_logprobs |= bool(chunk.prompt_logprobs)
         self._give_up_at = 0.0
@@ -80,9 +87,9 @@ class Received:
 
     def outputs(self) -> list[pb.ReceivedOutput]:
         """How much of each continuation is here, for a stream that goes on behind it."""
-        indices = sorted({*self._tokens, *self._ended})
         return [
-            pb.ReceivedOutput(index=index, num_tokens=self._tokens[index], has_ended=index in self._ended) for index in indices
+            pb.ReceivedOutput(index=index, num_tokens=part.num_tokens, has_ended=part.has_ended)
+            for index, part in sorted(self._parts.items())
         ]
 
     def may_follow(self, error: KvkeeperError) -> bool:
@@ -111,8 +118,9 @@ class Received:
 
     def _go_on(self, *, is_followed: bool) -> None:
         self.is_followed = is_followed
-        self._tokens_now = self._tokens.copy() if is_followed else Counter()
-        self._chars_now = self._chars.copy() if is_followed else Counter()
+        for part in self._parts.values():
+            part.num_tokens_now = part.num_tokens if is_followed else 0
+            part.num_chars_now = part.num_chars if is_followed else 0
 
 
 def address_in(error: KvkeeperError) -> str:

@@ -4,10 +4,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .calls import CallSyntax
-from .reader import Reader
+from .pieces import Reader
+from .reader import FormReader
+
+if TYPE_CHECKING:
+    from .templates import ResponseTemplate
 
 Tool = Mapping[str, Any]  # as OpenAI's chats have it: {"type": "function", "function": {"name": ..., "parameters": ...}}
 Constraint = Mapping[str, Any]  # fields of the protocol's SamplingParams
@@ -15,6 +19,10 @@ Constraint = Mapping[str, Any]  # fields of the protocol's SamplingParams
 
 class UnknownForm(ValueError):
     """No form has this name. The text lists those that there are."""
+
+
+class WrongTemplate(ValueError):
+    """It is no response template that can be used here. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,7 @@ class Form:
     dropped: markers that say nothing themselves, such as those that end a turn where they are not the model's last token.
     id_chars: letters and digits of a call's id, where the template takes no others.
     is_thought_free: whether a thought stays free where the answer is constrained. Not where more markers are behind it.
+    template: a response template, which reads answers that are not forced.
     """
 
     name: str
@@ -36,23 +45,28 @@ class Form:
     dropped: tuple[str, ...] = ()
     id_chars: int | None = None
     is_thought_free: bool = True
+    template: "ResponseTemplate | None" = None
 
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether the text has to come with special tokens, such as some markers are."""
-        return bool(self.thought or self.calls)
+        return bool(self.thought or self.calls or self.template)
 
     def reader(self, tools: Sequence[Tool], prompt_end: str = "", *, is_forced: bool = False) -> Reader:
         """A reader of one continuation.
 
         Args:
-            prompt_end: what the chat template writes last, without blanks behind it: it may begin a thought.
+            prompt_end: what the chat template writes last, which may begin a thought; for a response template, the prompt.
             is_forced: the answer is what `forced` asked for.
         """
+        if self.template is not None and not is_forced:
+            from .templates import TemplateReader  # transformers takes a second to load
+
+            return TemplateReader(self.template, tools, prompt_end)
         calls = (CallSyntax(""),) if is_forced else self.calls if tools else ()
-        is_thinking = self.thought is not None and prompt_end.endswith(self.thought[0])
+        is_thinking = self.thought is not None and prompt_end.rstrip().endswith(self.thought[0])
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        return Reader(self.thought, calls, self.dropped, parameters, is_thinking=is_thinking, id_chars=self.id_chars)
+        return FormReader(self.thought, calls, self.dropped, parameters, is_thinking=is_thinking, id_chars=self.id_chars)
 
     def forced(self, tools: Sequence[Tool], choice: str | None) -> Constraint:
         """An answer of calls alone. choice: the one tool that is called; None: one call or more, of any of them.
@@ -79,6 +93,7 @@ class Form:
 
     def answer(self, constraint: Constraint, prompt_end: str = "") -> Constraint:
         """The constraint for an answer alone: the thought before it stays free."""
+        prompt_end = prompt_end.rstrip()
         if self.thought is None or not self.is_thought_free or prompt_end.endswith(self.thought[1]):
             return constraint
         opens, closes = self.thought
@@ -188,3 +203,17 @@ def choose_form(chat_template: str | None, named: str | None) -> Form:
         raise UnknownForm(f"{named!r} is none of {', '.join(forms)}")
     shown = (form.name for form in FORMS if any(text in (chat_template or "") for text in form.shown_by))
     return forms[named or next(shown, "plain")]
+
+
+def template_form(text: str) -> Form:
+    """The form that a response template, in JSON, describes. Raises WrongTemplate."""
+    try:
+        from . import templates
+    except ImportError:
+        raise WrongTemplate("transformers, which reads it, is not installed: pip install 'transformers>=5.23,<6'") from None
+    try:
+        template = templates.load(text)
+    except ValueError as error:
+        raise WrongTemplate(f"no response template: {error}") from None
+    thought, dropped = templates.thought(template), templates.end_markers(template)
+    return Form("template", thought=thought, dropped=dropped, template=template)

@@ -1,6 +1,7 @@
 """Pieces of what a model said, in the order in which they came."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +36,13 @@ class CallArguments:
 
 
 Piece = Reasoning | Content | CallStart | CallArguments
+
+
+class Reader(Protocol):
+    """Reads the text of one continuation as it comes."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain with this text."""
+
+    def end(self) -> list[Piece]:
+        """The text has ended: what was held back."""

@@ -8,7 +8,7 @@ from .pieces import CallArguments, Content, Piece, Reasoning
 from .source import Markers, NotThis, Reading, Source, markers
 
 
-class Reader:
+class FormReader:
     """Pieces say the same wherever the text is cut. Text is held back only while it may belong to a marker."""
 
     def __init__(
