@@ -1,7 +1,8 @@
 """What HTTP costs: the same completions over our own front, over the gateway, and from the engine itself over gRPC; in turns.
 
 One node with the demo model, before it the front and the real gateway. So many streams at once, 64 new tokens each, new prompts
-in every round. The client over HTTP reads chunks as they come, without a library, whose own cost is not meant.
+in every round. The client over HTTP reads chunks as they come, without a library, whose own cost is not meant. Before that, how
+long a front takes from its start until it serves, which is what a killed one costs its clients.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from tests.support.processes.nodes import Nodes, nodes
 from tests.support.processes.services import environment, free_ports, short_folder
 
 _STREAMS = (1, 16, 64)
+_WORKERS, _NUM_STARTS = (1, 2), 5
 _NUM_NEW, _NUM_ROUNDS = 64, 5
 _TIMEOUT_S = 300.0
 Ask = Callable[[str], Awaitable[tuple[float, float]]]
@@ -33,21 +35,37 @@ async def _measure() -> list[dict[str, object]]:
     async with (
         asyncio.timeout(_TIMEOUT_S),
         nodes(1, num_blocks=4000) as world,
-        _front(world.nodes[0].address) as front,
         AsyncEngineClient(world.nodes[0].address) as direct,
     ):
+        starts = [await _time_starts(world.nodes[0].address, num_workers) for num_workers in _WORKERS]
+        return starts + await _compare_all(world, direct)
+
+
+async def _time_starts(engine: str, num_workers: int) -> dict[str, object]:
+    seconds = list[float]()
+    for _ in range(_NUM_STARTS):
+        begin = time.perf_counter()
+        async with _front(engine, num_workers):
+            seconds.append(time.perf_counter() - begin)
+    return {"case": "start", "workers": num_workers, "seconds": round(float(np.median(seconds)), 2)}
+
+
+async def _compare_all(world: Nodes, direct: AsyncEngineClient) -> list[dict[str, object]]:
+    async with _front(world.nodes[0].address) as front:
         own, gateway = _Connections(front, world.model), _Connections(_address(world), world.model)
         ways: dict[str, Ask] = {"http": own.ask, "gateway": gateway.ask, "grpc": lambda prompt: _over_grpc(direct, prompt)}
         return [await _compare(ways, num_streams) for num_streams in _STREAMS]
 
 
 @asynccontextmanager
-async def _front(engine: str) -> AsyncIterator[str]:
-    """The address of a front of this engine."""
+async def _front(engine: str, num_workers: int = 1) -> AsyncIterator[str]:
+    """The address of a front of this engine, of so many processes."""
     (address, _) = free_ports()
     with short_folder() as folder:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvkeeper.cli", "http", "--listen", address, "--engine", engine), env=environment(folder)
+            *(sys.executable, "-m", "kvkeeper.cli", "http", "--listen", address, "--engine", engine),
+            *("--workers", str(num_workers)),
+            env=environment(folder),
         )
         try:
             await until_serving(address)

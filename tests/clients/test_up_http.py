@@ -24,7 +24,6 @@ pytestmark = pytest.mark.in_turn
 
 END_S = 30.0
 LONG = {"prompt": "def", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-BACK_S = 5.0  # a second on a machine of its own
 
 
 @pytest.fixture(params=[1, 2], ids=["one", "two"])
@@ -72,19 +71,19 @@ def test_a_front_that_is_killed_ends_its_streams_and_is_soon_back(services: Serv
             pids = processes(services)
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            killed_at = time.monotonic()
             rest = b""
             with contextlib.suppress(OSError, HTTPException):
                 rest = stream.read()
             assert b"[DONE]" not in rest
         for pid in pids:
             wait_for_end(pid)
+        latest = time.monotonic() + END_S
         while True:
             try:
                 assert ask(services, "/health").status == 200
                 break
             except OSError:
-                assert time.monotonic() - killed_at < BACK_S
+                assert time.monotonic() < latest, "the front is not back"
         assert not set(processes(services)) & set(pids)
         assert client.result(submitted, wait_s=END_S).usage.new_tokens == 400  # type: ignore[union-attr]
         assert json.loads(ask(services, "/v1/completions", {**LONG, "stream": False, "max_tokens": 2}).read())["choices"]
