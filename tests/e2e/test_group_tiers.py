@@ -30,7 +30,12 @@ pytestmark = pytest.mark.in_turn
 NUM_WHOLE = 4 * BLOCK_SIZE  # of a prompt, which ends one token behind a checkpoint
 # What it is wrapped in, if at all; the groups that its layers come in; and the blocks that a hit of NUM_WHOLE tokens reads: all
 # of the group that attends to all tokens, and of each other one a state, or a window of two blocks.
-MODELS = {"lfm2_moe": ("", 2, 4 + 1), "qwen3_5_27b": ("qwen3_5", 3, 4 + 1 + 1), "gemma4_e2b": ("", 2, 4 + 2)}
+MODELS = {
+    "gemma4_e2b": ("", 2, 4 + 2),
+    "lfm2_moe": ("", 2, 4 + 1),
+    "nemotron_3_nano": ("", 4, 4 + 1 + 1 + 1),
+    "qwen3_5_27b": ("qwen3_5", 3, 4 + 1 + 1),
+}
 PROMPTS = [random_tokens(NUM_WHOLE + 1, seed=seed) for seed in range(6)]
 NUM_NEW = 5
 
@@ -101,7 +106,7 @@ async def engine_on(services: Fleet, model: ServedModel) -> AsyncIterator[AsyncE
 
 def sizes(model: ServedModel) -> dict[str, int]:
     """A pool and a host tier that hold about two prompts each."""
-    return {"num_blocks": 9 * len(model.groups), "num_host_blocks": 12 * len(model.groups), "num_pools": 1}
+    return {"num_blocks": 9 * len(model.groups), "num_host_blocks": 24, "num_pools": 1}
 
 
 async def at_rest(address: str) -> pb.PoolStats:

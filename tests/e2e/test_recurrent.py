@@ -10,7 +10,15 @@ import pytest
 import torch
 import transformers
 
-from kvkeeper.client import BeamSearch, KvkeeperError, Retention, Sampling
+from kvkeeper.client import (
+    AsyncCacheClient,
+    AsyncEngineClient,
+    BeamSearch,
+    CallOptions,
+    KvkeeperError,
+    Retention,
+    Sampling,
+)
 from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service.compute import model_runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
@@ -26,6 +34,7 @@ from tests.support.models.tiny_models import (
     tiny_model,
 )
 from tests.support.models.wrapped import wrap
+from tests.support.processes.fleet import fleet
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services, until
 
 pytestmark = pytest.mark.in_turn
@@ -158,6 +167,26 @@ async def test_another_engine_computes_them_again_from_a_checkpoint(
     assert (await running).token_ids == [expected[3]]
     assert (await world.pool()).num_hand_offs == 0
     assert taker.engine.stats.num_prefill_tokens == 0, "the whole prompt is before the last checkpoint"
+
+
+async def test_a_conversation_goes_on_where_a_killed_engine_left_it(folder: Path, expected: list[list[int]]) -> None:
+    """The engine dies within a forward pass of the second turn; another one finds the states where the first turn ended."""
+    prompt, (first, second) = PROMPTS[2], (expected[2][:5], expected[2][5:])
+    flags = {"model": str(folder), "checkpoint_tokens": CHECKPOINT}
+    stops = {"stop_every": 1, "stop_seed": 0}
+    async with fleet(2, {"num_blocks": 400}, first_flags=stops, **flags) as found:
+        dying, living = (AsyncEngineClient(address, CallOptions(retry_s=0)) for address in found.engine_addresses)
+        async with dying, living:
+            assert (await generate(dying, prompt, len(first))).token_ids == [first]
+            lost = asyncio.create_task(generate(dying, [*prompt, *first], len(second)))
+            await found.engines[0].until_stopped()
+            await found.engines[0].kill()
+            with pytest.raises(KvkeeperError):
+                await lost
+            output = await generate(living, [*prompt, *first], len(second))
+        assert (output.token_ids, output.usage.cached_tokens) == ([second], len(prompt) + len(first) - 1)
+        async with AsyncCacheClient(found.cache_address, CallOptions(retry_s=0)) as cache:
+            assert list((await cache.check_invariants()).violations) == []
 
 
 async def test_a_sink_and_a_window_are_refused(world: Services, model: ServedModel) -> None:

@@ -109,12 +109,12 @@ class BlockPool:
         self.peak_used = max(self.peak_used, self.num_used)
         return blocks
 
-    def acquire(self, blocks: Int32Array) -> None:
-        """Adds a table's reference per entry to blocks that are referenced, cached or fenced."""
+    def acquire(self, blocks: Int32Array, *, is_found: bool = True) -> None:
+        """Adds a table's reference per entry to blocks that are referenced, cached or fenced. is_found: see EvictionPolicy."""
         if not len(blocks):  # most starts find nothing
             return
         in_tables = self._num_tables(blocks)
-        self._acquire(blocks)
+        self._acquire(blocks, is_found=is_found)
         self.num_shared += self._num_distinct_where(blocks, (in_tables < 2) & (self._num_tables(blocks) > 1))
 
     def pin(self, blocks: Int32Array) -> None:
@@ -130,11 +130,11 @@ class BlockPool:
         np.subtract.at(self.ref_counts, blocks, _ONE)
         self._let_go(blocks[self.ref_counts[blocks] == 0])
 
-    def _acquire(self, blocks: Int32Array) -> None:
+    def _acquire(self, blocks: Int32Array, *, is_found: bool = True) -> None:
         idle = distinct(blocks[self.ref_counts[blocks] == 0])
         revived = idle[self._is_evictable(idle)]
         if len(revived):
-            self.policy.hit(revived)
+            self.policy.hit(revived, is_found=is_found)
             self._lose(revived)
         self.num_referenced += len(idle)
         self._count_busy(idle, -1)

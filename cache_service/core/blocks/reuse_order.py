@@ -201,12 +201,15 @@ class ReuseOrder:
         if self.num_soon > self._most_soon:
             self._lapse(self._above(self.num_soon - self._most_soon))
 
-    def hit(self, blocks: Int32Array) -> None:
+    def hit(self, blocks: Int32Array, *, is_found: bool = True) -> None:
         self._stamps.end_waits(blocks)
         self._count(blocks, -1)
         others = blocks[self._classes[blocks] == _NORMAL]
         if len(others):
-            self.policy.hit(others)
+            self.policy.hit(others, is_found=is_found)
+
+    def note_cut(self, blocks: Int32Array, num_lost: int) -> None:
+        self.policy.note_cut(blocks, num_lost)
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         waited = blocks[self._stamps.newest[blocks] > 0]

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..values.distinct import are_among
+from ..values.distinct import are_among, distinct
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array
 from .block_queue import BlockQueue, Stamps
 from .credit import ANY_DIFFERENCE, Credit
@@ -100,10 +100,13 @@ class AdaptivePolicy:
         self._is_full = False  # whether blocks were evicted of late
         # Events that are not counted yet.
         self._new_uses: list[Use] = []
+        self._names_waiting = False  # whether one of them names blocks that may be evicted before it is counted
         self._added: list[tuple[Int32Array, Int64Array]] = []  # with their stamps
         self._reused: list[tuple[Traces, int]] = []  # with the time
         self._reused_soon: list[tuple[Int32Array, Int64Array, int]] = []  # before their last use was counted
         self._counted_until = 0
+        self._again: list[Int64Array] = []  # stamps of blocks that were computed again
+        self._lost: list[Int64Array] = []  # of those that would have been found
         self._evicted: list[tuple[Int32Array, Int64Array]] = []  # with the stamps that they had
         self._removed: list[Int32Array] = []  # of these, what the leaves do not know yet
         self._num_pending = self._num_added = self._num_hit = 0
@@ -112,6 +115,7 @@ class AdaptivePolicy:
         if len(use.blocks):
             self._num_requests += 1
             self._num_used += len(use.blocks)
+            self._names_waiting |= bool(np.count_nonzero(self._stamps.newest[use.beside]))
             self._new_uses.append(replace(use, blocks=use.blocks.copy(), tokens=use.tokens.copy()))
             self._note(len(use.blocks))
             if len(self._new_uses) == MOST_IN_BATCH:
@@ -125,8 +129,10 @@ class AdaptivePolicy:
             self._added.append((blocks, self._stamps.give(blocks)))
             self._note(len(blocks))
 
-    def hit(self, blocks: Int32Array) -> None:
+    def hit(self, blocks: Int32Array, *, is_found: bool = True) -> None:
         stamps = self._stamps.newest[blocks]
+        if not is_found:
+            self._again.append(stamps)
         is_counted = stamps <= self._counted_until
         if np.count_nonzero(is_counted):
             traces = self._history.traces(blocks[is_counted], stamps[is_counted])
@@ -136,6 +142,12 @@ class AdaptivePolicy:
         self._num_hit += len(blocks)
         self._end_wait(blocks)
         self._note(len(blocks))
+
+    def note_cut(self, blocks: Int32Array, num_lost: int) -> None:
+        if num_lost:
+            stamps = self._stamps.newest[blocks[:num_lost]]
+            self._lost.append(stamps[stamps > 0])
+            self._note(num_lost)
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         if len(blocks):
@@ -148,6 +160,8 @@ class AdaptivePolicy:
 
     def take_victims(self, count: int) -> Int32Array:
         assert count <= self._num_waiting, "asked for more victims than are evictable"
+        if self._names_waiting:
+            self._catch_up()
         self._most_taken = max(count, _KEPT_OF_MOST * self._most_taken)
         victims = [NO_INT32]
         while count > 0:
@@ -214,19 +228,26 @@ class AdaptivePolicy:
         if self._evicted:
             self._make_ghosts(now)
         num_lost = self._record_uses(now) if self._new_uses else 0
-        self._counted_until = now
+        self._counted_until = self._stamps.clock
         added = self._queue_added() if self._added else NO_INT32
         if len(self._ranked.blocks):
             self._merge(np.concatenate([bared, added]) if self._trust else bared)
         self._reused += [(self._history.traces(blocks, stamps), then) for blocks, stamps, then in self._reused_soon]
         self._reused_soon = []
         num_gained = num_kept = 0
+        if self._lost:
+            num_lost += int(np.count_nonzero(self._lru_shadow.has(np.concatenate(self._lost))))
+            self._lost = []
+        if self._again:  # it is reuse, but no hit of anything
+            has_lru = self._lru_shadow.has(np.concatenate(self._again))
+            num_kept, num_gained = -int(np.count_nonzero(has_lru)), -int(np.count_nonzero(~has_lru))
+            self._num_hit, self._again = self._num_hit - len(has_lru), []
         if self._reused:
             for traces, then in self._reused:
                 self._hit_density.saw_reuse(traces, then)
             kept = self._lru_shadow.leave(np.concatenate([traces.stamps for traces, _ in self._reused]))
-            num_kept = int(np.count_nonzero(kept))
-            num_gained = len(kept) - num_kept
+            num_kept += int(np.count_nonzero(kept))
+            num_gained += int(np.count_nonzero(~kept))
             self._reused = []
         self._lru_shadow.shrink(self._num_waiting)
         self._credit.count(num_used, self._num_hit, num_kept + num_lost, num_gained - num_lost)
@@ -249,10 +270,16 @@ class AdaptivePolicy:
 
     def _record_uses(self, now: int) -> int:
         """Returns the number of blocks that came back after their eviction and that LRU would still have."""
-        uses, self._new_uses = self._new_uses, []
+        uses, self._new_uses, self._names_waiting = self._new_uses, [], False
+        beside = np.concatenate([use.beside for use in uses])
+        late = distinct(beside[(self._history.turns[beside] == 0) & (self._stamps.newest[beside] > 0)])
         found = self._history.record(uses, self._ghosts, now)
+        if len(late):  # states that were left behind: they have waited as if no sequence had them
+            late = late[np.argsort(self._stamps.newest[late])]
+            self._lru_shadow.leave(self._stamps.newest[late])
+            self._added.append((late, self._stamps.give(late)))
         self._hit_density.saw_reuse(found, now, self._ghosts.every)
-        parents = [part for use in uses for part in (use.blocks[:-1], use.blocks[use.places])]
+        parents = [part for use in uses for part in (use.blocks[:-1], use.above)]
         self._leaves.link(
             np.concatenate(parents), np.concatenate([part for use in uses for part in (use.blocks[1:], use.beside)])
         )

@@ -44,8 +44,11 @@ class KeyedPolicy(ABC):
     def add(self, blocks: Int32Array) -> None:
         self._push(blocks, self._keys[blocks])
 
-    def hit(self, blocks: Int32Array) -> None:
+    def hit(self, blocks: Int32Array, *, is_found: bool = True) -> None:
         self._leave(blocks)
+
+    def note_cut(self, blocks: Int32Array, num_lost: int) -> None:  # noqa: B027  no hit is counted
+        """Nothing."""
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         self._leave(blocks[self._stamps.newest[blocks] > 0])

@@ -25,8 +25,11 @@ class LruPolicy:
         self._queue.push(blocks, self._stamps.give(blocks))
         self._sweeper.pay(len(blocks), [self._queue])
 
-    def hit(self, blocks: Int32Array) -> None:
+    def hit(self, blocks: Int32Array, *, is_found: bool = True) -> None:
         self._stamps.end_waits(blocks)
+
+    def note_cut(self, blocks: Int32Array, num_lost: int) -> None:
+        """Nothing: no hit is counted."""
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         self._stamps.end_waits(blocks)

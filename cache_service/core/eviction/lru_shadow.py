@@ -43,6 +43,10 @@ class LruShadow:
         self._num_kept -= int(np.count_nonzero(kept))
         return kept
 
+    def has(self, stamps: Int64Array) -> npt.NDArray[np.bool_]:
+        """[n] whether LRU has each of the blocks that wait since these stamps."""
+        return stamps // self._slice_len >= self._edge
+
     def note_evicted(self, stamps: Int64Array) -> None:
         """Blocks that waited since these stamps are cached no more."""
         slices = stamps // self._slice_len

@@ -19,8 +19,9 @@ class Use:
     """The indexed blocks of a sequence that ends.
 
     blocks [n] from the root down, still held; tokens [n * block size] of these blocks; root: a number of its scope alone.
-    beside [m]: its indexed blocks of other groups of layers, and of a partial node, which share the past of the blocks at the
-    places [m].
+    beside [m]: indexed blocks of other groups of layers, and of a partial node, which share the past of the blocks at the
+    places [m]. above [m]: the block that goes after each; the states of one place are a chain, as one of them is of no use
+    without the others. States that the sequence has left behind may wait.
     """
 
     blocks: Int32Array
@@ -30,6 +31,7 @@ class Use:
     num_blocks: int  # of its whole table
     beside: Int32Array = field(default_factory=lambda: NO_INT32)
     places: Int64Array = field(default_factory=lambda: NO_INT64)
+    above: Int32Array = field(default_factory=lambda: NO_INT32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,14 @@ class EvictionPolicy(Protocol):
     def add(self, blocks: Int32Array) -> None:
         """These blocks became evictable now, leaves before parents."""
 
-    def hit(self, blocks: Int32Array) -> None:
-        """These evictable blocks are about to be held again."""
+    def hit(self, blocks: Int32Array, *, is_found: bool = True) -> None:
+        """These evictable blocks are about to be held again. is_found: which saves computing them; else it was done twice."""
+
+    def note_cut(self, blocks: Int32Array, num_lost: int) -> None:
+        """A sequence starts in front of these cached blocks, from the root down, as the states that a hit reads are missing.
+
+        The first num_lost would be found but for evictions.
+        """
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         """These blocks lost their index entry, but not by `take_victims`."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.kv_spec import WHOLE, ReadSpan
-from ..values.types import Int32Array
+from ..values.types import NO_INT32, Int32Array
 
 GroupArray = npt.NDArray[np.int8]
 
@@ -40,6 +40,10 @@ class NodeBlocks:
         # node_of_block and node_of_host name the node of such a block, too.
         self.group_blocks: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in self.spans[1:]]
         self.group_of_block = np.zeros(num_blocks if self.group_blocks else 1, np.int8)
+        # By node, whether states behind it were evicted without a copy, so that a hit may end earlier than it would have.
+        self.has_states = any(span.checkpoint_blocks for span in self.spans)
+        self._are_states = np.array([span.checkpoint_blocks > 0 for span in self.spans])
+        self.lost_states = np.zeros(num_nodes if self.has_states else 1, np.bool_)
         self.group_hosts: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in self.spans[1:]]
         self.group_of_host = np.zeros(len(self.node_of_host) if self.group_hosts else 1, np.int8)
 
@@ -90,6 +94,8 @@ class NodeBlocks:
         """All blocks and all host copies that these nodes have."""
         blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
         blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
+        if self.has_states:
+            self.lost_states[nodes] = False
         if self.group_blocks:
             of_groups = np.concatenate([of_node[nodes] for of_node in self.group_blocks])
             host_of_groups = np.concatenate([of_node[nodes] for of_node in self.group_hosts])
@@ -105,6 +111,8 @@ class NodeBlocks:
         self.node_of_block[blocks] = nodes
         if groups is not None:
             self.group_of_block[blocks] = groups
+            if self.has_states:
+                self.lost_states[nodes[self._are_states[groups]]] = False
 
     def set_hosts(self, nodes: Int32Array, hosts: Int32Array, groups: GroupArray | None) -> None:
         """The same of host copies."""
@@ -118,6 +126,8 @@ class NodeBlocks:
         nodes, groups = self.node_of_block[blocks], self.get_groups(blocks)
         _set(self.block_of_node, self.group_blocks, nodes, 0, groups)
         self.unname_blocks(blocks)
+        if groups is not None and self.has_states:
+            self.lost_states[nodes[self._are_states[groups] & (self.hosts_of_nodes(nodes, groups) == 0)]] = True
         return nodes, groups
 
     def take_hosts(self, hosts: Int32Array) -> tuple[Int32Array, GroupArray | None]:
@@ -156,6 +166,11 @@ class NodeBlocks:
                 hosts = of_node[nodes]
                 there |= (hosts > 0) & ~is_filling[hosts]
         return nodes[: self.longest_whole(is_there)]
+
+    def num_lost(self, nodes: Int32Array) -> int:
+        """How many of these nodes a hit would have, had no states been evicted."""
+        found = self.lost_states[nodes].nonzero()[0] if self.has_states else NO_INT32
+        return int(found[-1]) + 1 if len(found) else 0
 
     def longest_whole(self, is_there: list[npt.NDArray[np.bool_]]) -> int:
         """The most entries of a table behind which each group has all that the next token reads.

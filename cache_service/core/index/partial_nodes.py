@@ -42,9 +42,9 @@ class PartialNode(NamedTuple):
 class PartialNodes:
     """The partial nodes of one pool."""
 
-    def __init__(self, num_blocks: int, most: int) -> None:
-        """most: nodes that are kept at once."""
-        self._most = most
+    def __init__(self, num_blocks: int, most: int, lost_states: npt.NDArray[np.bool_] | None = None) -> None:
+        """most: nodes that are kept at once. lost_states: by node of the prefix tree, to note behind which some are lost."""
+        self._most, self._lost_states = most, lost_states
         self._nodes: dict[bytes, PartialNode] = {}  # the least recently used one first
         self._of_tenant: dict[int, dict[bytes, PartialNode]] = {}  # likewise
         self._below: dict[int, dict[bytes, PartialNode]] = {}  # by parent and key
@@ -98,7 +98,10 @@ class PartialNodes:
 
     def forget_blocks(self, blocks: Int32Array) -> Int32Array:
         """These blocks, each of a partial node, are lost. Returns all blocks of their nodes."""
-        return self._forget({id(node): node for node in map(self._of_block.__getitem__, blocks.tolist())}.values())
+        nodes = {id(node): node for node in map(self._of_block.__getitem__, blocks.tolist())}.values()
+        if self._lost_states is not None:
+            self._lost_states[[node.parent for node in nodes if node.parent > 0]] = True
+        return self._forget(nodes)
 
     def split_off(self, blocks: Int32Array) -> tuple[Int32Array, Int32Array]:
         """The same, where only some of these blocks may be of partial nodes. Returns with them those that are of none."""

@@ -73,7 +73,7 @@ class PrefixIndex:
         self.logits = StoredLogits(logits_memory)
         self.tenant_of_node: Int32Array | None = None  # set by cache limits that count by tenant; maintained once set
         self.links = NodeLinks(num_nodes, self.roots.most)
-        self.partials = PartialNodes(num_blocks, max_partial_nodes)
+        self.partials = PartialNodes(num_blocks, max_partial_nodes, self.held.lost_states if self.held.has_states else None)
 
     def __len__(self) -> int:
         return len(self._nodes)

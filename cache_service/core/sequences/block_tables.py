@@ -16,9 +16,19 @@ from ..values.types import NULL_BLOCK, Int32Array, Int64Array
 class BlockTables:
     """One row per slot. Rows of free slots hold leftovers; memory is touched only as far as rows are used."""
 
-    def __init__(self, num_reserved: Int32Array, *, block_size: int, max_blocks: int, num_groups: int) -> None:
+    def __init__(
+        self,
+        num_reserved: Int32Array,
+        block_size: int,
+        max_blocks: int,
+        num_groups: int,
+        state_groups: tuple[int, ...],
+    ) -> None:
         """num_reserved [slots]: tokens that each table has entries for; a column that the sequence table writes."""
         self._num_reserved = num_reserved
+        # Each entry's states, the last group's first, go before its block of the first group, and all others behind those.
+        self._by_entry = (*reversed(state_groups), 0)
+        self._others = tuple(group for group in range(num_groups) if group not in self._by_entry)
         self._block_size, self._max_blocks, self._num_groups = block_size, max_blocks, num_groups
         self.rows: Int32Array = untouched(len(num_reserved), num_groups * max_blocks)
         # Entries before this table index may be holes. Of a group of states any may be, and before it all are but checkpoints.
@@ -49,11 +59,13 @@ class BlockTables:
     def leaves_first(self, slot: int, start: int = 0) -> Int32Array:
         """The blocks that the tables name from table index `start` on, those that are to be forgotten first at the front.
 
-        These are the deepest. The first group goes first: with its blocks, those of the others are forgotten.
+        These are the deepest. States go before the block that they are behind. All else goes after the first group: with its
+        blocks, those of the others are forgotten.
         """
         if self._num_groups == 1 and not self.hole_ends[slot, 0]:
             return self.get(slot)[start:][::-1]
-        blocks = np.concatenate([self.get(slot, group)[start:][::-1] for group in range(self._num_groups)])
+        by_entry = np.stack([self.get(slot, group)[start:][::-1] for group in self._by_entry], 1)
+        blocks = np.concatenate([by_entry.ravel(), *(self.get(slot, group)[start:][::-1] for group in self._others)])
         return blocks[blocks != NULL_BLOCK]
 
     def place(self, slot: int, start: int, blocks: Int32Array) -> None:

@@ -278,7 +278,7 @@ class Publisher:
     ) -> None:
         """Indexed blocks take the place of a table's own; entries [n]."""
         seqs, pool = self._sequences, self._pool
-        pool.acquire(known)
+        pool.acquire(known, is_found=False)
         seqs.tables.set_blocks(slots, places, known)
         owner.updates.append(TableUpdates(slots, seqs.ids[slots], places, known))
         # Steps in flight may still read the duplicate, so it is fenced like everything that is dropped.

@@ -65,9 +65,8 @@ class SequenceTable:
         self.group_spans, self.has_tail = config.group_spans, config.has_tail
         self.num_groups, self.new_entries = len(config.group_spans), NewEntries(config.group_spans)
         self.has_states = self.new_entries.has_states
-        self.tables = BlockTables(
-            self.num_reserved, block_size=self.block_size, max_blocks=self.max_blocks, num_groups=self.num_groups
-        )
+        state_groups = self.new_entries.state_groups
+        self.tables = BlockTables(self.num_reserved, self.block_size, self.max_blocks, self.num_groups, state_groups)
         self.tokens = TokenRows(self.num_tokens, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),

@@ -183,7 +183,7 @@ class SequenceLifecycle:
     def _use(self, slot: int) -> Use:
         seqs = self._sequences
         num_published = int(seqs.num_published[slot])
-        beside, places = self._find_beside(slot, num_published)
+        beside, places, above = self._find_beside(slot, num_published)
         return Use(
             blocks=seqs.tables.rows[slot, :num_published],
             tokens=seqs.tokens.rows(slot)[slot, : num_published * self._block_size],
@@ -192,15 +192,32 @@ class SequenceLifecycle:
             num_blocks=len(seqs.tables.get(slot)),
             beside=beside,
             places=places,
+            above=above,
         )
 
-    def _find_beside(self, slot: int, num_published: int) -> tuple[Int32Array, Int64Array]:
-        """[m] indexed blocks that the sequence has beside its path, and [m] the places on the path that they are at."""
-        seqs, indexed = self._sequences, self._pool.indexed
-        last = seqs.tables.get(slot)[num_published : num_published + 1]
-        if not num_published or (seqs.num_groups == 1 and not (len(last) and indexed[last[0]])):
-            return NO_INT32, NO_INT64
-        tables = [last, *seqs.tables.get_further(slot)]
-        found = [(indexed[table] & (table > 0)).nonzero()[0] for table in tables]
-        blocks = np.concatenate([table[places] for table, places in zip(tables, found, strict=True)])
-        return blocks, np.minimum(np.concatenate([found[0] + num_published, *found[1:]]), num_published - 1)
+    def _find_beside(self, slot: int, num_published: int) -> tuple[Int32Array, Int64Array, Int32Array]:
+        """[m] indexed blocks beside a sequence's path, [m] the places on the path that they are at, [m] the block above each.
+
+        Of groups of states also those that it has left behind, as it read or made them.
+        """
+        seqs, indexed, size = self._sequences, self._pool.indexed, num_published
+        last = seqs.tables.get(slot)[size : size + 1]
+        if not size or (seqs.num_groups == 1 and not (len(last) and indexed[last[0]])):
+            return NO_INT32, NO_INT64, NO_INT32
+        path = seqs.tables.rows[slot, :size]
+        nodes, above, found = self._index.node_of_block[path], path.copy(), list[tuple[Int32Array, Int64Array, Int32Array]]()
+        for group, table in enumerate(seqs.tables.get_further(slot), 1):
+            has_states = group in seqs.new_entries.state_groups
+            row = self._index.held.group_blocks[group - 1][nodes] if has_states else table[:size] * indexed[table[:size]]
+            places = row.nonzero()[0]
+            found.append((row[places], places, above[places]))
+            if has_states:
+                above[places] = row[places]
+        end = path[-1:]
+        for group in range(seqs.num_groups):
+            last = seqs.tables.get(slot, group)[size:]
+            last = last[indexed[last] & (last > 0)]
+            found.append((last, np.full(len(last), size - 1), np.resize(end, len(last))))
+            end = last[-1:] if len(last) else end
+        blocks, places, behind = map(np.concatenate, zip(*found, strict=True))
+        return blocks, places, behind

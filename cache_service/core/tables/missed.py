@@ -79,6 +79,9 @@ class MissedTokens:
         in_time = lookup.in_time(nodes)
         there = lookup.match_tokens(root, tokens, len(tokens) // size)
         num_usable = len(lookup.usable(there))
+        if self._index.held.has_states and len(there) > num_hits:
+            cut = there[num_hits:]
+            self._state.pool.policy.note_cut(self._index.block_of_node[cut], self._index.held.num_lost(cut))
         is_short = not num_hits and num_usable * size < lookup.min_tokens
         for cause, end in (
             (MatchEnd.BELOW_MINIMUM if is_short else MatchEnd.NOT_LOADED, num_usable),
