@@ -100,7 +100,6 @@ class AdaptivePolicy:
         self._is_full = False  # whether blocks were evicted of late
         # Events that are not counted yet.
         self._new_uses: list[Use] = []
-        self._names_waiting = False  # whether one of them names blocks that may be evicted before it is counted
         self._added: list[tuple[Int32Array, Int64Array]] = []  # with their stamps
         self._reused: list[tuple[Traces, int]] = []  # with the time
         self._reused_soon: list[tuple[Int32Array, Int64Array, int]] = []  # before their last use was counted
@@ -115,11 +114,19 @@ class AdaptivePolicy:
         if len(use.blocks):
             self._num_requests += 1
             self._num_used += len(use.blocks)
-            self._names_waiting |= bool(np.count_nonzero(self._stamps.newest[use.beside]))
+            self._wait_anew(use.beside)
             self._new_uses.append(replace(use, blocks=use.blocks.copy(), tokens=use.tokens.copy()))
             self._note(len(use.blocks))
             if len(self._new_uses) == MOST_IN_BATCH:
                 self._catch_up()
+
+    def _wait_anew(self, beside: Int32Array) -> None:
+        """States that a sequence left behind have waited as if no sequence had them. They go before what it still holds."""
+        left = distinct(beside[(self._history.turns[beside] == 0) & (self._stamps.newest[beside] > 0)])
+        if len(left):
+            left = left[np.argsort(self._stamps.newest[left])]
+            self._lru_shadow.leave(self._stamps.newest[left])
+            self._added.append((left, self._stamps.give(left)))
 
     def add(self, blocks: Int32Array) -> None:
         if len(blocks):
@@ -160,8 +167,6 @@ class AdaptivePolicy:
 
     def take_victims(self, count: int) -> Int32Array:
         assert count <= self._num_waiting, "asked for more victims than are evictable"
-        if self._names_waiting:
-            self._catch_up()
         self._most_taken = max(count, _KEPT_OF_MOST * self._most_taken)
         victims = [NO_INT32]
         while count > 0:
@@ -228,7 +233,7 @@ class AdaptivePolicy:
         if self._evicted:
             self._make_ghosts(now)
         num_lost = self._record_uses(now) if self._new_uses else 0
-        self._counted_until = self._stamps.clock
+        self._counted_until = now
         added = self._queue_added() if self._added else NO_INT32
         if len(self._ranked.blocks):
             self._merge(np.concatenate([bared, added]) if self._trust else bared)
@@ -270,14 +275,8 @@ class AdaptivePolicy:
 
     def _record_uses(self, now: int) -> int:
         """Returns the number of blocks that came back after their eviction and that LRU would still have."""
-        uses, self._new_uses, self._names_waiting = self._new_uses, [], False
-        beside = np.concatenate([use.beside for use in uses])
-        late = distinct(beside[(self._history.turns[beside] == 0) & (self._stamps.newest[beside] > 0)])
+        uses, self._new_uses = self._new_uses, []
         found = self._history.record(uses, self._ghosts, now)
-        if len(late):  # states that were left behind: they have waited as if no sequence had them
-            late = late[np.argsort(self._stamps.newest[late])]
-            self._lru_shadow.leave(self._stamps.newest[late])
-            self._added.append((late, self._stamps.give(late)))
         self._hit_density.saw_reuse(found, now, self._ghosts.every)
         parents = [part for use in uses for part in (use.blocks[:-1], use.above)]
         self._leaves.link(
@@ -376,21 +375,25 @@ class AdaptivePolicy:
         return self._hit_density.of(self._history.traces(blocks, self._stamps.newest[blocks]), self._stamps.clock)
 
     def _with_parents(self, leaves: Int32Array, keys: FloatArray, count: int) -> tuple[Int32Array, FloatArray]:
-        """At most count blocks: these leaves, each with the blocks above it that wait as long, are like it and have no other
-        child. With the keys of the leaves."""
+        """At most count blocks: these leaves, each with the blocks above it that wait as long or longer, are like it, and have
+        no child that does not go before. With the keys of the leaves."""
         # Single numbers are read from a memoryview in a third of the time that an array takes.
         newest, classes = self._stamps.newest.data, self._history.classes.data
         parents, num_children = self._leaves.parents.data, self._leaves.num_children.data
         until = self._counted_until  # what waits since later gets its place once it is counted
         chosen: list[int] = []
         lens: list[int] = []
+        left: dict[int, int] = {}  # of blocks with several children, those that are not chosen yet
         for block in leaves.tolist():
             before = len(chosen)
             while len(chosen) < count:
                 chosen.append(block)
                 parent, since, kind = parents[block], newest[block] + 1, classes[block]
-                is_alike = classes[parent] == kind and newest[parent] == since <= until
-                if not parent or num_children[parent] > 1 or not is_alike:
+                is_alike = (classes[parent] == kind or not self._trust) and 0 < newest[parent] <= min(since, until)
+                if (num_left := num_children[parent]) > 1:
+                    num_left = left.get(parent, num_left)
+                    left[parent] = num_left - 1
+                if not parent or num_left > 1 or not is_alike:
                     break
                 block = parent
             lens.append(len(chosen) - before)
