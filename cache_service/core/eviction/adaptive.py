@@ -383,17 +383,16 @@ class AdaptivePolicy:
         until = self._counted_until  # what waits since later gets its place once it is counted
         chosen: list[int] = []
         lens: list[int] = []
-        left: dict[int, int] = {}  # of blocks with several children, those that are not chosen yet
+        left: dict[int, int] = {}  # by block, its children that are not chosen yet
         for block in leaves.tolist():
             before = len(chosen)
             while len(chosen) < count:
                 chosen.append(block)
                 parent, since, kind = parents[block], newest[block] + 1, classes[block]
                 is_alike = (classes[parent] == kind or not self._trust) and 0 < newest[parent] <= min(since, until)
-                if (num_left := num_children[parent]) > 1:
-                    num_left = left.get(parent, num_left)
-                    left[parent] = num_left - 1
-                if not parent or num_left > 1 or not is_alike:
+                num_left = left.get(parent, num_children[parent])
+                left[parent] = num_left - 1
+                if not parent or num_left != 1 or not is_alike:
                     break
                 block = parent
             lens.append(len(chosen) - before)

@@ -35,7 +35,7 @@ def test_random_steps_read_what_was_written_for_them(shape: int, policy: str) ->
     limits = {}, {"prefix_ttl": 5.0, "tenant_quota": 0.3}, {"max_partial_nodes": 2, "min_prefix_tokens": 3}
     worlds = [GroupedWorld(seed, *_SHAPES[shape], policy, takes_partial=True, **each) for seed, each in enumerate(limits)]
     for world in worlds:
-        for step in range(250):
+        for step in range(300):
             world.manager.state.tick(step / 10)
             world.run_step()
     assert sum(world.num_partial_hits for world in worlds) > 10
