@@ -35,7 +35,7 @@ from .compute.device.device_errors import find_fault
 from .compute.served_model import SAVES_MEMORY, ServedModel, load_served_model, most_tokens, own_name
 from .config import GATEWAY_PACKAGE, EngineConfig
 from .loop.engine import Engine, make_engine
-from .loop.session_loop import CacheServiceRefused, keep_serving
+from .loop.session_loop import CacheServiceRefused, RanksGivenUp, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
@@ -102,7 +102,7 @@ class RunningServer:
 
     async def wait_end(self) -> None:
         """Wait until serving has ended. Raises StartError when the cache service refuses the model, the engine whose requests
-        are to be taken over refuses this one, or the device cannot be used; ServiceLost when that is lost later."""
+        are to be taken over refuses this one, or a device or rank cannot be used; ServiceLost when that is lost later."""
         try:
             await asyncio.shield(self._serving)
             if self._taking is not None and self._taking.done():
@@ -114,6 +114,11 @@ class RunningServer:
                 raise StartError(f"--device {self.config.device}: {error.fault}") from None
             await self._report_lost()
             raise ServiceLost(error.fault) from None
+        except RanksGivenUp as error:
+            if not self._ready.is_set():
+                raise StartError(f"--tensor-parallel {self.config.tensor_parallel}: {error}") from None
+            await self._report_lost()
+            raise ServiceLost(str(error)) from None
         except TakeOverRefused as error:
             raise StartError(f"--take-over {self.config.take_over}: {error}") from None
 

@@ -21,7 +21,7 @@ from ..cache_session.pool_limits import make_limits
 from ..compute.device.device_errors import DeviceFault, find_fault, lost_by
 from ..compute.served_model import SAVES_MEMORY, ServedModel
 from ..config import EngineConfig
-from ..ranks.ranks import Ranks
+from ..ranks.ranks import MOST_LOSSES, Ranks
 from ..scheduler.limits import Limits
 from ..values.errors import BrokenInvariant, CacheServiceDown, DeviceLost, RequestFailed
 from .engine import Engine
@@ -38,6 +38,10 @@ class CacheServiceRefused(Exception):
     """The cache service will never serve this model as it is configured. One line."""
 
 
+class RanksGivenUp(Exception):
+    """One rank or another is lost whenever a session is opened. One line."""
+
+
 async def keep_serving(
     engine: Engine,
     client: AsyncCacheClient,
@@ -52,12 +56,12 @@ async def keep_serving(
     ranks: the others, where several share the model. One that is lost ends the session, and all are started anew for the next;
     one that loses its device ends serving, as this one does.
 
-    Raises CacheServiceRefused at the start; DeviceLost, which is logged but at the start.
+    Raises CacheServiceRefused at the start; DeviceLost and RanksGivenUp, which are logged but at the start.
     """
     has_served = False
     log.info("starting", doing="opening a session")
     attempt = partial(open_memory, client, model, config, address, ranks)
-    while (memory := await _open(engine, attempt, config, may_refuse=not has_served)) is not None:
+    while (memory := await _open(engine, attempt, config, ranks, may_refuse=not has_served)) is not None:
         has_served, has_gone_away, is_lost = True, False, False
         try:
             limits = make_limits(memory.session.pool, model, config)
@@ -90,9 +94,18 @@ async def keep_serving(
 
 
 async def _open(
-    engine: Engine, attempt: Callable[[], Awaitable[KvMemory]], config: EngineConfig, *, may_refuse: bool
+    engine: Engine,
+    attempt: Callable[[], Awaitable[KvMemory]],
+    config: EngineConfig,
+    ranks: Ranks | None = None,
+    *,
+    may_refuse: bool,
 ) -> KvMemory | None:
-    """A session, after however many attempts; None when the engine was stopped. Raises DeviceLost, CacheServiceRefused."""
+    """A session, after however many attempts; None when the engine was stopped.
+
+    Raises DeviceLost, CacheServiceRefused, RanksGivenUp.
+    """
+    num_losses = 0
     pause, give_up_at, log_at = _FIRST_PAUSE_S, time.monotonic() + config.reconnect_timeout, 0.0
     while not engine.is_stopping:
         try:
@@ -103,6 +116,10 @@ async def _open(
                 if not may_refuse:
                     _end(engine, lost)
                 raise lost from None
+            if ranks is not None and isinstance(error, KvkeeperError) and has_lost_rank(error) and ranks.have_parted:
+                num_losses += 1
+                if num_losses > MOST_LOSSES:
+                    raise _give_up(engine, ranks.lost, logs=not may_refuse) from None
             if (short := find_shortage(error)) is not None and short.resource in ("threads", "descriptors"):
                 error = host_exhausted(short.text)
             if not isinstance(error, KvkeeperError):
@@ -133,6 +150,16 @@ def _end(engine: Engine, lost: DeviceLost) -> None:
     log.error("device_lost", message=lost.fault)
     engine.stop()
     engine.requests.fail_all(lost)
+
+
+def _give_up(engine: Engine, lost: str, *, logs: bool) -> RanksGivenUp:
+    """No rank survives the opening of a session, and the next one would not: end all requests. logs: whether it says so."""
+    given_up = RanksGivenUp(f"no session can be opened, because a rank is lost each time: {lost}")
+    if logs:
+        log.error("ranks_given_up", message=str(given_up))
+        engine.stop()
+    engine.requests.fail_all(RequestFailed("all ranks fail again and again"))
+    return given_up
 
 
 def _log_session(limits: Limits, model: ServedModel, step_carrier: str) -> None:

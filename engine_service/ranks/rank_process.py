@@ -127,6 +127,7 @@ class RankProcess:
         from kvkeeper.client.errors import KvkeeperError
 
         from ..compute.device.device_errors import lost_by
+        from ..model.checkpoint.errors import ModelError
         from .block_copies import BlockMover, copies_for
         from .mapped_arena import arena_tensor, host_blocks, packing_from
 
@@ -143,11 +144,10 @@ class RankProcess:
         memory = arena_tensor(arena)
         hosts = host_blocks(arena, fields["host_block_bytes"], self._rank, self._num_ranks)
         copies = copies_for(packing_from(fields["packing"]), memory.device, hosts)
-        self._mapped = _Mapped(
-            arena,
-            self._on_arena(memory, fields["block_size"], fields["has_groups"]),
-            BlockMover(memory.view(-1, fields["block_bytes"]), hosts, copies),
-        )
+        runner, block_bytes = self._on_arena(memory, fields["block_size"], fields["has_groups"]), fields["block_bytes"]
+        if runner.layout.block_bytes != block_bytes:
+            raise ModelError(f"blocks of this rank have {runner.layout.block_bytes} bytes, those of the pool {block_bytes}")
+        self._mapped = _Mapped(arena, runner, BlockMover(memory.view(-1, block_bytes), hosts, copies))
         self._pipe.send(Answer.DONE)
 
     def _detach(self) -> None:
@@ -204,9 +204,13 @@ def _report_failed(error: BaseException, pipe: Pipe, kind: int, set_up: dict[str
     error: is being handled. kind: of the message that was obeyed.
     """
     from ..compute.device.device_errors import find_fault
+    from ..model.checkpoint.errors import ModelError
 
     if (fault := find_fault(error)) is None:
-        log.exception("rank_failed")
+        if isinstance(error, ModelError):
+            log.error("rank_failed", message=str(error))
+        else:
+            log.exception("rank_failed")
         return
     is_lost = fault.is_sticky or kind not in IN_STEPS  # what is short at the start is short at the next one
     with suppress(PipeEnded):

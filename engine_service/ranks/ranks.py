@@ -36,7 +36,7 @@ _SHARED_SETTINGS = (
     "threads",
     "log_level",
 )  # of the engine's config
-_MOST_LOSSES = 3  # in a row
+MOST_LOSSES = 3  # in a row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +85,12 @@ class Ranks:
     @property
     def are_hopeless(self) -> bool:
         """Whether ranks were lost again and again while no request got on; forget_losses reports one that gets on."""
-        return self._num_losses >= _MOST_LOSSES
+        return self._num_losses >= MOST_LOSSES
+
+    @property
+    def have_parted(self) -> bool:
+        """Whether one of a team that was started is lost, and no other team was started since."""
+        return self._team is not None and bool(self._team.lost)
 
     @property
     def processes(self) -> list[int]:
@@ -96,7 +101,7 @@ class Ranks:
         """Begin to load the model in all other ranks, if no team is there. Raises ReportedFault."""
         if (fault := self.fault) is not None:
             raise ReportedFault(fault)
-        if self._team is not None and self._team.lost:
+        if self.have_parted:
             self._num_losses += 1
             self.stop()
         if self._team is None:

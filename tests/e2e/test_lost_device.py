@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import os
+import signal
 from asyncio.subprocess import Process
 from typing import Any
 
@@ -17,7 +19,7 @@ from kvkeeper.engine_service.compute.model_runner import Runner, StepBounds
 from kvkeeper.engine_service.ranks import team
 from kvkeeper.engine_service.ranks.meeting import Meeting
 from kvkeeper.engine_service.ranks.messages import Kind
-from kvkeeper.engine_service.ranks.ranks import Ranks
+from kvkeeper.engine_service.ranks.ranks import MOST_LOSSES, Ranks
 from tests.support.models.odd_models import LOST_TOKEN, OUT_OF_MEMORY_TOKEN, faulty_model
 from tests.support.processes import faulty_engine, odd_rank
 from tests.support.processes.engine_command import engine_process, ready
@@ -242,3 +244,44 @@ async def test_a_start_that_the_device_of_another_rank_ends_names_the_rank(
     assert not [line for line in logs if line["log_level"] in ("error", "critical")]
     if kind == Kind.ATTACH:
         assert (await world.wait_idle()).num_quarantined_blocks == 0
+
+
+async def test_ranks_that_cannot_sit_on_their_arenas_end_a_start_and_an_engine_that_served(
+    world: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are started again a few times, as ranks are that requests lose, and no more."""
+    configs, num_started = dict[str, Any](killed_at=Kind.ATTACH), 0
+
+    def make_config(ranks: Ranks, rank: int) -> dict[str, Any]:
+        nonlocal num_started
+        num_started += 1
+        return dict(configs)
+
+    monkeypatch.setattr(team, "rank_process", odd_rank)
+    monkeypatch.setattr(team, "_LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(Ranks, "_make_config", make_config)
+    monkeypatch.setattr(Meeting, "join", lambda *parts: None)  # the odd one does not come
+    monkeypatch.setattr(Meeting, "add_up", lambda meeting, part: part * 2)
+    await world.start_cache(num_blocks=1024)
+    lost = "no session can be opened, because a rank is lost each time: rank 1: its process ended with -9"
+    with pytest.raises(StartError, match=f"^--tensor-parallel 2: {lost}$"):
+        async with asyncio.timeout(DEADLINE_S):
+            await world.start_engine(tensor_parallel=2)
+    assert num_started == MOST_LOSSES + 1
+    configs.clear()
+    engine = await world.start_engine(tensor_parallel=2)
+    left = (await world.client(engine)).generate(PROMPT, LONG)
+    await anext(left)
+    num_started, configs["killed_at"] = 0, Kind.ATTACH
+    assert engine.ranks is not None
+    with structlog.testing.capture_logs() as logs:
+        os.kill(engine.ranks.processes[0], signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ServiceLost, match=f"^{lost}$"):
+                await engine.wait_end()
+    assert num_started == MOST_LOSSES + 1
+    assert [line["message"] for line in logs if line["event"] == "ranks_given_up"] == [lost]
+    with pytest.raises(KvkeeperError, match="REQUEST_FAILED"):
+        _ = [chunk async for chunk in left]
+    await engine.stop()
+    assert (await world.wait_idle()).num_quarantined_blocks == 0

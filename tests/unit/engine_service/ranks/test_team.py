@@ -273,7 +273,7 @@ def told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
 def test_ranks_that_are_lost_again_and_again_are_hopeless_until_requests_get_on(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks_module, "_MOST_LOSSES", 1)  # the session loop's test has more
+    monkeypatch.setattr(ranks_module, "MOST_LOSSES", 1)  # the session loop's test has more
     told(ranks, monkeypatch, killed_at=Kind.FORWARD)
     ranks.make_ready()
     assert not ranks.are_hopeless
