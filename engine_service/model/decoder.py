@@ -74,13 +74,14 @@ class LayerWeights:
 class DecoderWeights:
     """embed and lm_head are [vocab_size, H], one tensor when tied and not packed; norm is [H].
 
-    lm_head: None on the ranks that give no logits. inputs: None where layers have no inputs of their own.
+    Each of several ranks has a run of their rows, and zeros behind the last one.
+    inputs: None where layers have no inputs of their own.
     """
 
     embed: torch.Tensor
     layers: list[LayerWeights]
     norm: torch.Tensor
-    lm_head: Weight | None
+    lm_head: Weight
     inputs: InputWeights | None = None
 
 
@@ -128,7 +129,7 @@ class Decoder:
         self.device = weights.embed.device
         self._embed, self._norm = weights.embed, weights.norm
         self._lm_head, self._layers, self._inputs = weights.lm_head, weights.layers, weights.inputs
-        self._add_up, self.is_whole = split.add_up, split.num_ranks == 1
+        self._split, self._add_up, self.is_whole = split, split.together.add_up, split.num_ranks == 1
         most = config.max_position
         self._ropes = [config.rotation(layer) for layer in range(config.num_layers)]
         self._rotaries = {rope: RotaryTable(*rope, self.dtype, self.device, most) for rope in dict.fromkeys(self._ropes)}
@@ -165,11 +166,11 @@ class Decoder:
             run_layers: how the layers are computed, see compute/decode_programs.py; None: one kernel after the other.
 
         Returns:
-            Logits, float32 [R, vocab_size]; [R, 0] on the ranks that give none. The watch, where there is one, is given the
+            Logits, float32 [R, vocab_size]; [R, 0] on all ranks but the first. The watch, where there is one, is given the
             number of each layer, its rotated queries [T, N, D], and what its heads attend to [T, N * D].
         """
         turns = tuple(self._turns(positions, metadata.sink_positions, max_position))
-        x = functional.embedding(token_ids, self._embed)
+        x = self._embedded(token_ids)
         if self._embed_scale is not None:
             x = x * self._embed_scale
         own = None
@@ -177,15 +178,32 @@ class Decoder:
             own = make_layer_inputs(token_ids, x, self._inputs, self.config.rms_norm_eps)
         layers, given = self._run_layers, LayersInput(x, turns, metadata, logit_rows, own)
         x, residual = layers(given) if run_layers is None or self.watch is not None else run_layers(layers, given)
-        if self._lm_head is None:
-            return x.new_empty((len(x), 0), dtype=torch.float32)
         x, _ = rms_norm(x, self._norm, self.config.rms_norm_eps, residual)
         logits = linear(x, self._lm_head)
         if self.config.logit_divisor is not None:
             logits = logits / self.config.logit_divisor
         if (cap := self.config.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
+        logits = self._gathered(logits)
         return logits.float() if logits_out is None else logits_out.copy_(logits)
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T, H]: of tokens whose rows another rank has, that one's."""
+        if self.is_whole:
+            return functional.embedding(token_ids, self._embed)
+        rows = token_ids - self._split.of_vocabulary(self.config.vocab_size).start
+        is_elsewhere = (rows < 0) | (rows >= len(self._embed))
+        own = functional.embedding(rows.masked_fill(is_elsewhere, 0), self._embed)
+        return self._add_up(own.masked_fill(is_elsewhere[:, None], 0))
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] of all ranks' rows of the vocabulary, from [R, those of this one]; [R, 0] on all but the first."""
+        if self.is_whole:
+            return part
+        parts = self._split.together.gather(part)
+        if parts is None:
+            return part.new_empty((len(part), 0))
+        return parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
 
     def _run_layers(self, given: LayersInput) -> LayersOutput:
         eps, metadata = self.config.rms_norm_eps, given.metadata
@@ -236,7 +254,7 @@ class Decoder:
     @property
     def gives_logits(self) -> bool:
         """Whether forward does; of several ranks, those that do draw."""
-        return self._lm_head is not None
+        return self._split.is_first
 
     @property
     def sink_logits(self) -> tuple[torch.Tensor | None, ...]:

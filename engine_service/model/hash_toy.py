@@ -106,7 +106,7 @@ class HashToyRunner:
         if self._split.num_ranks == 1:
             return digests
         short = (digests >> np.uint64(8)).astype(np.int64)  # so that the sum of 64 ranks does not wrap
-        total = self._split.add_up(torch.from_numpy(short.copy())).numpy()
+        total = self._split.together.add_up(torch.from_numpy(short.copy())).numpy()
         return np.where(total == short * self._split.num_ranks, digests, _mix_all(total.astype(np.uint64)))
 
     def synchronize(self) -> None:

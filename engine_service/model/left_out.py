@@ -8,8 +8,8 @@ from .config import ModelConfig
 from .families.table import FAMILIES
 
 
-def list_left_out(names: Collection[str], config: ModelConfig, *, is_first: bool = True) -> dict[str, str]:
-    """Names as they are stored, each with the reason. is_first: of the rank that gives the logits."""
+def list_left_out(names: Collection[str], config: ModelConfig) -> dict[str, str]:
+    """Names as they are stored, each with the reason."""
     family, scheme = FAMILIES[config.family], config.scheme
     own = {name: text_name(name) for name in names}
     found = unneeded(
@@ -19,7 +19,6 @@ def list_left_out(names: Collection[str], config: ModelConfig, *, is_first: bool
         has_later_layers=family.ignores_later_layers,
         of_further_tokens=family.ignores,
         part_of=None if scheme is None else lambda name: scheme.split_name(name)[1],
-        is_first=is_first,
     )
     left_out = {name: found[own_name] for name, own_name in own.items() if own_name in found}
     return left_out | others_left_out([name for name in names if name not in left_out], config.wrapper)

@@ -69,7 +69,7 @@ def load_model(
     config = read_model_config(folder)
     files = list_weight_files(folder)
     sizes = list(tensor_sizes(files))
-    left_out = list_left_out([each.name for each in sizes], config, is_first=split.is_first)
+    left_out = list_left_out([each.name for each in sizes], config)
     names = [text_name(each.name) for each in sizes]
     has_head, has_embeddings = (any(name.startswith(module) for name in names) for module in (HEAD, EMBEDDINGS))
     config = _with_experts(config, names)
@@ -122,9 +122,8 @@ def _with_experts(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 def _tied_if_equal(weights: DecoderWeights, config: ModelConfig) -> tuple[DecoderWeights, ModelConfig]:
     """Tie the head to the embeddings, as the config does. Where the file has both and they differ, the file's head counts."""
     assert not isinstance(weights.lm_head, IntegerWeight), "quantised when all are read"
-    if weights.lm_head is None or torch.equal(weights.lm_head.data, weights.embed):
-        lm_head = None if weights.lm_head is None else LinearWeight(weights.embed)
-        return replace(weights, lm_head=lm_head), replace(config, tied_embeddings=True)
+    if torch.equal(weights.lm_head.data, weights.embed):
+        return replace(weights, lm_head=LinearWeight(weights.embed)), replace(config, tied_embeddings=True)
     message = f"config.json ties {HEAD}weight to the embeddings, and the file has another one, which is used"
     log.warning("head_not_tied", message=message)
     return weights, config

@@ -4,40 +4,62 @@ Owns which rows and columns of every matrix a rank has. Queries, keys, values, g
 rank has whole heads and a run of each MLP's inner width. The projections behind them are cut by their inputs, and what they
 give is added up over the ranks, twice a layer. Experts are cut the same way, each by its width: all ranks then do equal work,
 whichever experts the tokens choose. Where there are fewer KV heads than ranks, each is on several, and so are latents, which
-all heads read. Norms, routers and embeddings are whole on every rank. The product with the vocabulary is the first rank's
-alone: it is the one that draws tokens, and to collect the parts of the result would cost more on a CPU than it saves.
+all heads read. Norms and routers are whole on every rank. Of the vocabulary a rank has a run of rows, of the embeddings and of
+the product that gives logits. A token is embedded by the rank that has its row, to which the others add zeros. The logits of
+all rows are gathered by the first rank, which draws.
 
 A split by layers (pipeline parallelism) would be a second kind of Split, with its own rule for which layers a rank has.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from .checkpoint.errors import UnsupportedModelError
 from .config import ModelConfig
 
-AddUp = Callable[[torch.Tensor], torch.Tensor]
+
+class Together(Protocol):
+    """What ranks do together, with tensors of one shape. All call the same, equally often, in the same order."""
+
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum, on all ranks, perhaps in the memory of what it was given."""
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor | None:
+        """The parts by rank [num_ranks, ...], on the first rank; None on the others."""
+
+    def share(self, given: torch.Tensor) -> torch.Tensor:
+        """What the first rank gave, on all ranks, perhaps in the memory of what this one gave."""
 
 
-def alone(part: torch.Tensor) -> torch.Tensor:
-    """The sum over one rank."""
-    return part
+class Alone:
+    """One rank."""
+
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        """The part itself."""
+        return part
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor | None:
+        """The one part."""
+        return part[None]
+
+    def share(self, given: torch.Tensor) -> torch.Tensor:
+        """What was given."""
+        return given
+
+
+_ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A rank, 0 to num_ranks - 1.
-
-    add_up: of equal shapes on all ranks, the sum, perhaps in the memory of what it was given. All ranks call it equally often,
-    in the same order.
-    """
+    """A rank, 0 to num_ranks - 1."""
 
     rank: int = 0
     num_ranks: int = 1
-    add_up: AddUp = alone
+    together: Together = _ALONE
 
     @property
     def is_first(self) -> bool:
@@ -47,6 +69,15 @@ class Split:
         """The rank's part of so many equal things, which the number of ranks divides."""
         size = total // self.num_ranks
         return range(self.rank * size, (self.rank + 1) * size)
+
+    def of_vocabulary(self, total: int) -> range:
+        """The rank's run of the vocabulary's rows. The last ones are shorter than num_rows where it does not divide."""
+        size = self.num_rows(total)
+        return range(min(self.rank * size, total), min((self.rank + 1) * size, total))
+
+    def num_rows(self, vocab_size: int) -> int:
+        """Rows of the vocabulary that each rank has memory for; those that it has none of are zeros."""
+        return -(-vocab_size // self.num_ranks)
 
     def of_kv_heads(self, total: int) -> range:
         """The same of KV heads, which may be fewer than ranks."""

@@ -1,4 +1,4 @@
-"""Meeting: the sums over all ranks, by torch.distributed: gloo on CPUs, NCCL on CUDA devices.
+"""Meeting: what ranks do together, by torch.distributed: gloo on CPUs, NCCL on CUDA devices.
 
 Owns where and how the ranks find each other: in a file of a private folder, and over the loopback interface. The store's values
 are plain bytes, and only tensors go to and fro, so nothing is unpickled. The sum is the same to the last bit on all ranks,
@@ -11,6 +11,7 @@ anew, in a process that goes on.
 
 import contextlib
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_RETHROW_CUDA_ER
 
 
 class Meeting:
-    """Where the ranks add up, once they have joined."""
+    """Where the ranks come together, once they have joined. See Together of the model's split."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+        self._num_ranks, self._rank = num_ranks, 0
         self._group: Any = None
 
     def join(self, path: Path, rank: int, device: torch.device, timeout_s: float) -> None:
@@ -38,7 +39,7 @@ class Meeting:
 
         Raises RuntimeError where one stays away; where this rank's device fails, an error for which find_fault returns a fault.
         """
-        timeout = timedelta(seconds=timeout_s)
+        self._rank, timeout = rank, timedelta(seconds=timeout_s)
         store = dist.FileStore(str(path), self._num_ranks)
         store.set_timeout(timeout)
         if device.type == "cuda":
@@ -70,14 +71,32 @@ class Meeting:
 
         Raises SumFailed; where this rank's device fails, what it raises.
         """
+        part = part.contiguous()
+        self._run(lambda group: group.allreduce([part if part.numel() else part.new_zeros(1)]))
+        return part
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor | None:
+        """See Together. No rows are not gathered. Raises as add_up."""
+        part, options = part.contiguous(), dist.GatherOptions()
+        parts = part.new_empty((self._num_ranks, *part.shape)) if self._rank == 0 else None
+        if part.numel():
+            targets = [] if parts is None else [list(parts.unbind(0))]
+            self._run(lambda group: group.gather(targets, [part], options))
+        return parts
+
+    def share(self, given: torch.Tensor) -> torch.Tensor:
+        """See Together. In the memory of what it was given. Raises as add_up."""
+        given = given.contiguous()
+        self._run(lambda group: group.broadcast([given], dist.BroadcastOptions()))
+        return given
+
+    def _run(self, begin: Callable[[Any], Any]) -> None:
         group = self._group
         if group is None:
             raise SumFailed("the ranks have parted")
-        part = part.contiguous()
         try:
-            group.allreduce([part if part.numel() else part.new_zeros(1)]).wait()
+            begin(group).wait()
         except RuntimeError as error:
             if find_fault(error) is not None:
                 raise
             raise SumFailed(str(error)) from None
-        return part

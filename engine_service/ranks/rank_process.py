@@ -75,7 +75,7 @@ class RankProcess:
             _require_device(self._device.index or 0, torch.cuda.device_count())
         self._meeting = Meeting(self._num_ranks)
         switch_kernels(config)
-        self._on_arena = load_rank_model(config, Split(self._rank, self._num_ranks, self._meeting.add_up))
+        self._on_arena = load_rank_model(config, Split(self._rank, self._num_ranks, self._meeting))
         self._mapped: _Mapped | None = None
         self._failed: _Failed = []
 

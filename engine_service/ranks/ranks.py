@@ -60,7 +60,7 @@ class Ranks:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._meeting = Meeting(config.tensor_parallel)
-        self.split = Split(0, config.tensor_parallel, self._meeting.add_up)
+        self.split = Split(0, config.tensor_parallel, self._meeting)
         self.device = torch.device(config.device)
         self.on_lost: Callable[[], None] = lambda: None  # called from any thread
         self._team: Team | None = None

@@ -27,7 +27,6 @@ def unneeded(
     has_later_layers: bool,
     of_further_tokens: str,
     part_of: Callable[[str], str] | None,
-    is_first: bool,
 ) -> dict[str, str]:
     """The names of the tensors that are left out, each with the reason.
 
@@ -36,7 +35,6 @@ def unneeded(
         has_later_layers: whether layers behind the last one may predict further tokens.
         of_further_tokens: what the names of tensors begin with that do so by themselves; empty: there are none.
         part_of: of a quantised checkpoint, which part of a stored weight a tensor of this name is.
-        is_first: whether the rank is the first one, which gives the logits.
     """
     found = {name: "follows from config.json" for name in names if _FREQUENCIES.fullmatch(name)}
     if num_kv_layers < num_layers:
@@ -50,6 +48,4 @@ def unneeded(
     if part_of is not None:
         reason = "says how a server may round what it computes; here nothing is rounded so"
         found |= {name: reason for name in names if part_of(name) in _ROUNDING}
-    if not is_first and any(name.startswith(EMBEDDINGS) for name in names):
-        found |= {name: "is the first rank's" for name in names if name.startswith(HEAD)}
     return found

@@ -51,10 +51,10 @@ class Packing:
         """The same of what is no layer's."""
         if self._config.norm_offset:
             weights.norm.add_(1)
-        head, inputs = weights.lm_head, weights.inputs
+        inputs = weights.inputs
         return dataclasses.replace(
             weights,
-            lm_head=None if head is None else self._pack(head, None if self._bits is None else _HEAD_BITS),
+            lm_head=self._pack(weights.lm_head, None if self._bits is None else _HEAD_BITS),
             inputs=None if inputs is None else inputs.packed(partial(self._pack, bits=self._bits)),
         )
 

@@ -34,19 +34,24 @@ def allocate_layer(config: ModelConfig, split: Split, index: int, empty: Empty) 
 
 def allocate_rest(config: ModelConfig, split: Split, empty: Empty) -> tuple[DecoderWeights, Destinations]:
     """The same of all but the layers."""
-    embed, norm = empty(config.vocab_size, config.hidden_size), empty(config.hidden_size)
-    destinations = {"model.embed_tokens.weight": take_all(embed), "model.norm.weight": take_all(norm)}
-    lm_head: torch.Tensor | None = None
-    if split.is_first:
-        lm_head = embed if config.tied_embeddings else empty(config.vocab_size, config.hidden_size)
-        if not config.tied_embeddings:
-            destinations["lm_head.weight"] = take_all(lm_head)
+    (embed, to_embed), norm = _vocabulary(config, split, empty), empty(config.hidden_size)
+    destinations = {"model.embed_tokens.weight": to_embed, "model.norm.weight": take_all(norm)}
+    lm_head = embed
+    if not config.tied_embeddings:
+        lm_head, destinations["lm_head.weight"] = _vocabulary(config, split, empty)
     inputs: InputWeights | None = None
     if config.layer_inputs is not None:
         inputs = allocate_inputs(config.layer_inputs, config.num_layers, config.hidden_size, empty)
         destinations |= {f"model.{name}": destination for name, destination in input_destinations(inputs)}
-    head = None if lm_head is None else LinearWeight(lm_head)
-    return DecoderWeights(embed, [], norm, head, inputs), _as_stored(destinations, config)
+    return DecoderWeights(embed, [], norm, LinearWeight(lm_head), inputs), _as_stored(destinations, config)
+
+
+def _vocabulary(config: ModelConfig, split: Split, empty: Empty) -> tuple[torch.Tensor, Destination]:
+    """A rank's rows of a matrix of the vocabulary's rows."""
+    own, size = split.of_vocabulary(config.vocab_size), config.hidden_size
+    rows = empty(split.num_rows(config.vocab_size), size)
+    rows[len(own) :].zero_()
+    return rows, Destination(rows[: len(own)], (config.vocab_size, size), places=row_places(own))
 
 
 def _as_stored(destinations: Destinations, config: ModelConfig) -> Destinations:

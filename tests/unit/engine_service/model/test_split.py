@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError, WeightsError
 from kvkeeper.engine_service.model.checkpoint.safetensors_files import StoredTensor
@@ -14,6 +15,7 @@ from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner, expected_next_token
 from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.model.loading import filling
 from kvkeeper.engine_service.model.split import WHOLE, Split, config_of_rank
 from kvkeeper.engine_service.ranks.rank_model import load_rank_model
 from kvkeeper.kernels.cpu import compiled
@@ -29,7 +31,7 @@ from tests.support.models.tiny_models import (
 )
 from tests.support.worlds.batches import ScheduledRow, build_batch
 from tests.support.worlds.hand_tables import HandTables
-from tests.support.worlds.rank_threads import on_ranks
+from tests.support.worlds.rank_threads import on_ranks, over_gloo
 
 torch.set_num_threads(1)
 
@@ -38,7 +40,14 @@ BLOCK_SIZE = 4
 TWO = ["llama_tied", "granite_biased", "qwen3_moe_renormalised_one_dense", "gemma2", "gpt_oss", "llama4_dense_between_biased"]
 TWO += ["deepseek_v2", "deepseek_v3_biased_halves", "qwen3_5_27b", "qwen3_5_35b_a3b", "qwen3_next_biased_one_dense"]
 TWO += ["lfm2_biased_untied", "lfm2_moe", "nemotron_3_nano", "nemotron_3_super", "nemotron_h_biased"]
+VOCAB, HIDDEN, LAYERS = 512, 64, 2  # of tiny models
+ODD = 515  # a vocabulary that neither 2 nor 4 divide
 FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial", "deepseek_v3", "lfm2"]
+
+
+def with_vocabulary(name, size):
+    chosen = tiny_model(name)
+    return replace(chosen, overrides=chosen.overrides | {"vocab_size": size})
 
 
 def split_logits(folder, num_ranks, cases, chunk_size=7, **options):
@@ -136,10 +145,84 @@ def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
         read.clear()
         load_model(folder, progress=False, split=Split(rank, 2))
         counts.append(sum(read))
-    hidden, vocab, layers = 64, 512, 2
     of_layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
-    norms = (2 * layers + 1) * hidden
-    assert counts == [2 * vocab * hidden + layers * of_layer // 2 + norms, vocab * hidden + layers * of_layer // 2 + norms]
+    assert counts == [VOCAB * HIDDEN + LAYERS * of_layer // 2 + (2 * LAYERS + 1) * HIDDEN] * 2
+
+
+@pytest.mark.parametrize(("name", "vocab", "of_each"), [("llama", VOCAB, 256), ("llama_tied", VOCAB, 256), ("llama", ODD, 258)])
+def test_the_vocabulary_takes_as_many_bytes_as_a_rank_has_rows_of_it(name, vocab, of_each, tmp_path, monkeypatch):
+    folder = build_model_folder(tmp_path, with_vocabulary(name, vocab))
+    allocate, num_bytes = filling._allocate, 0
+
+    def noted(*shape, **options):
+        nonlocal num_bytes
+        made = allocate(*shape, **options)
+        num_bytes += made.nbytes if len(shape) == 2 and options["device"].type != "meta" else 0
+        return made
+
+    monkeypatch.setattr(filling, "_allocate", noted)
+
+    def count(split):
+        nonlocal num_bytes
+        num_bytes = 0
+        load_model(folder, progress=False, split=split)
+        return num_bytes
+
+    num_matrices = 1 if name == "llama_tied" else 2
+    alone = count(WHOLE) - num_matrices * vocab * HIDDEN * 4
+    assert [count(Split(rank, 2)) for rank in range(2)] == [alone // 2 + num_matrices * of_each * HIDDEN * 4] * 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_vocabulary_that_the_ranks_do_not_divide_has_all_its_logits(num_ranks, tmp_path):
+    folder = build_model_folder(tmp_path, with_vocabulary("qwen3_tied", ODD))
+    cases = numerics_cases(BLOCK_SIZE)
+    reference = reference_logits(folder, cases)
+    found = split_logits(folder, num_ranks, cases)
+    assert {logits.shape[1] for logits in found} == {ODD}
+    assert reference.error(found) <= reference.bound
+
+
+def test_each_row_of_the_vocabulary_is_on_one_rank():
+    for vocab in (1, 3, 8, 13, 512, ODD):
+        for num_ranks in (1, 2, 3, 4, 8):
+            runs = [Split(rank, num_ranks).of_vocabulary(vocab) for rank in range(num_ranks)]
+            assert [row for run in runs for row in run] == list(range(vocab))
+            assert max(map(len, runs)) == WHOLE.num_rows(vocab) if num_ranks == 1 else Split(0, num_ranks).num_rows(vocab)
+
+
+def test_logits_that_nothing_needs_are_not_gathered(tmp_path):
+    folder = build_model_folder(tmp_path, tiny_model("llama"))
+
+    def compute(split):
+        model, _ = load_model(folder, progress=False, split=split)
+        layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE)
+        runner = ModelRunner(model, layout.view(torch.zeros(8 * layout.block_bytes, dtype=torch.uint8)), layout)
+        batch = build_batch([ScheduledRow(random_tokens(13), 0, np.array([3, 1, 4, 2], np.int32))], BLOCK_SIZE)
+        shapes = [runner.forward(batch).shape]
+        num_bytes = split.together.num_bytes
+        shapes.append(runner.forward(replace(batch, logit_rows=batch.logit_rows[:0])).shape)
+        assert split.together.num_bytes == num_bytes
+        return shapes, num_bytes
+
+    of_rows = VOCAB // 2 * 4
+    first, second = [(1, VOCAB), (0, VOCAB)], [(1, 0), (0, 0)]
+    assert on_ranks(2, compute) == [(first, of_rows), (second, of_rows)]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma2"])
+def test_ranks_that_meet_over_gloo_have_the_likeliest_tokens_of_one(name, tmp_path):
+    folder = build_model_folder(tmp_path, with_vocabulary(name, ODD))
+    cases = numerics_cases(BLOCK_SIZE)
+
+    def compute(split):
+        model, _ = load_model(folder, progress=False, split=split)
+        return HandTables(model, BLOCK_SIZE).compute(cases, 7)
+
+    alone = compute(WHOLE)
+    for logits, expected in zip(over_gloo(2, tmp_path / "store", compute)[0], alone, strict=True):
+        assert float((logits - expected).abs().max()) < 1e-4
+        assert torch.equal(logits.argmax(1), expected.argmax(1))
 
 
 def test_damage_that_shows_when_a_part_is_read_is_told(tmp_path, monkeypatch):
@@ -230,4 +313,4 @@ def test_the_toy_finds_a_wrong_slot_in_the_arena_of_any_rank():
 
 def test_one_rank_adds_nothing_up():
     part = torch.ones(2)
-    assert WHOLE.add_up(part) is part
+    assert WHOLE.together.add_up(part) is part

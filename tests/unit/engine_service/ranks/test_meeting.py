@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.device.device_errors import find_fault
+from kvkeeper.engine_service.model.split import Split
 from kvkeeper.engine_service.ranks import meeting
 from kvkeeper.engine_service.ranks.meeting import Meeting
 from kvkeeper.engine_service.ranks.messages import SumFailed
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory
+from tests.support.worlds.rank_threads import over_gloo
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, {}, NCCL version 2.27\nnccl{}: a call failed.\nLast error:\n{}"
 VARIABLES = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"
@@ -58,6 +60,20 @@ def test_a_sum_that_the_own_device_fails_is_no_loss_of_another_rank(error: Excep
 def test_a_sum_that_another_rank_fails_is_its_loss(words: str) -> None:
     with pytest.raises(SumFailed):
         met(RuntimeError(words)).add_up(torch.zeros(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_ranks_have_is_added_up_and_gathered_and_shared(tmp_path: Path, dtype: torch.dtype) -> None:
+    def work(split: Split) -> list[Any]:
+        own = torch.full((2, 3), split.rank + 1.0, dtype=dtype)
+        parts, none = split.together.gather(own.T), split.together.gather(own[:0])
+        ids = split.together.share(torch.arange(4) + split.rank)
+        gathered = None if parts is None or none is None else (parts.float().tolist(), list(none.shape))
+        return [gathered, ids.tolist(), split.together.add_up(own).float().tolist()]
+
+    both = [[0, 1, 2, 3], [[3.0] * 3] * 2]
+    gathered = [[[1.0] * 2] * 3, [[2.0] * 2] * 3], [2, 0, 3]
+    assert over_gloo(2, tmp_path / "store", work) == [[gathered, *both], [None, *both]]
 
 
 @pytest.mark.parametrize("own", [None, "7"])
