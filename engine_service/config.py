@@ -290,11 +290,10 @@ class EngineConfig(ServiceConfig):
     )
     overlap: bool = _model(
         True,
-        "launch a step before the tokens of the one before it are read; several ranks read them first all the same",
+        "launch a step before the tokens of the one before it are read",
         details="A sequence that ends unforeseen, by a stop token, a stop string or a cancellation, has then been computed for"
         " one token more, which no client sees. Steps wait for those before them beside constrained outputs, guesses and beam"
-        " searches, while blocks are short, and where sequences move between tiers. With several ranks one thread talks with"
-        " them, so a step only waits there for the one before, and no device begins it earlier.",
+        " searches, while blocks are short, and where sequences move between tiers.",
     )
     groups: bool = _model(
         True,

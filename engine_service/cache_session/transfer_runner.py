@@ -83,8 +83,6 @@ class TransferRunner:
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
         orders = zip(*(column.tolist() for column in columns), strict=True)
         ended.done, ended.failed = self._mover.move(orders)
-        if self._other_ranks is not None:
-            self._other_ranks.synchronize()  # a step without a batch counts as done when this returns
         ended.moving_seconds = stop_clock()
 
     def note_computed(self) -> bool:
@@ -92,7 +90,8 @@ class TransferRunner:
         ended = self._of_steps.popleft()
         if num_bytes := len(ended.done) * self._device_blocks.shape[1]:
             self._moved = Moved(num_bytes, ended.moving_seconds())
-        if self._other_ranks is not None and (elsewhere := set(self._other_ranks.take_failed()) - set(ended.failed)):
+        if self._other_ranks is not None:
+            elsewhere = self._other_ranks.take_failed(ended.done + ended.failed) - set(ended.failed)
             ended.done = [order for order in ended.done if order not in elsewhere]
             ended.failed += elsewhere
         self._done += ended.done

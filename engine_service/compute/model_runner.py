@@ -29,6 +29,7 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
 from ..model.recurrent.state_pages import State, build_state_metadata, state_arrays, view_states
+from ..model.split import WHOLE
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..model.transformers_model import ModelShape, TransformersModel
 from ..values.batch import Batch, IntArray
@@ -78,6 +79,23 @@ class Runner(Protocol):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+@runtime_checkable
+class Concluding(Protocol):
+    """A Runner that has to hear of the end of a step that had no batch."""
+
+    def end_without_batch(self) -> None: ...
+
+
+@runtime_checkable
+class StagingRunner(Protocol):
+    """A Runner that takes what a batch says before it computes it, and tokens that the step before draws. See ModelRunner."""
+
+    @property
+    def last_tokens(self) -> LastTokens: ...
+
+    def stage(self, batch: Batch, rows: SampledRows = (), counted: Counted | None = None) -> Staged[StepLogits]: ...
 
 
 @runtime_checkable
@@ -179,7 +197,8 @@ class ModelRunner:
         self._scratch = Scratch(kv_view.device)
         self.queue = queue or make_queue(kv_view.device)
         self._upload = upload_to(kv_view, self.queue)
-        self.last_tokens = LastTokens(kv_view.device)
+        self.last_tokens = LastTokens(kv_view.device)  # of several ranks, the first one's are shared with each step
+        self._share = (model.split if isinstance(model, Decoder) else WHOLE).together.share
         self._num_positions = 0  # that the model has tables for, once it is made ready
         self.counts: TokenCounts | None = None  # of tokens that penalties depend on, once it is made ready
         self.graphed: GraphedSteps | None = None
@@ -371,7 +390,7 @@ class ModelRunner:
         tensors = upload()
         token_ids = tensors["token_ids"]
         if "awaited_rows" in tensors:
-            token_ids = self.last_tokens.filled_there(token_ids, tensors["awaited_rows"])
+            token_ids = self._share(self.last_tokens.filled_there(token_ids, tensors["awaited_rows"]))
         metadata = attention(tensors)
         of_step = token_ids, tensors["positions"], max_position, metadata
         if programs is not None and isinstance(self._model, Decoder):

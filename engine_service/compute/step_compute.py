@@ -25,7 +25,7 @@ from .device.device_queue import DeviceQueue, HostQueue, Mark, Moves, Queued, su
 from .device.token_counts import Counted, Counting, LastTokens
 from .device.upload import Staged, at_device
 from .logprobs import LogprobTensors, find_candidates, find_logprobs
-from .model_runner import ModelRunner, Runner
+from .model_runner import Concluding, Runner, StagingRunner
 from .sampler import SampledTokens, StepLogits, draw, parse_drawn
 
 log = structlog.get_logger()
@@ -159,10 +159,9 @@ class StepCompute:
     def __init__(self, runner: Runner, queue: DeviceQueue | None = None) -> None:
         """queue: the order in which the model's device works; None: the runner's own, or it computes when it is called."""
         self._runner = runner
-        own = runner if isinstance(runner, ModelRunner) else None
         self._counting = runner if isinstance(runner, Counting) else None
         self._queue = queue or (runner.queue if isinstance(runner, Queued) else HostQueue())
-        self._last = own.last_tokens if own is not None else LastTokens()
+        self._last = runner.last_tokens if isinstance(runner, StagingRunner) else LastTokens()
         self._lost: DeviceLost | None = None
 
     @property
@@ -216,15 +215,9 @@ class StepCompute:
 
     def _stage(self, batch: Batch, rows: SampledRows, counted: Counted | None) -> Staged[StepLogits]:
         """The forward pass, to be run in the order of the device. rows: of all logits, in their order, or ()."""
-        if isinstance(self._runner, ModelRunner):
+        if isinstance(self._runner, StagingRunner):
             return self._runner.stage(batch, rows, counted)
-        return Staged(partial(self._forward_with_known, batch))
-
-    def _forward_with_known(self, batch: Batch) -> StepLogits:
-        """The logits of a runner that takes its tokens from the host."""
-        if batch.awaited_rows is not None:
-            batch = replace(batch, token_ids=self._last.filled(batch.token_ids, batch.awaited_rows), awaited_rows=None)
-        return StepLogits(self._runner.forward(batch))
+        return Staged(lambda: StepLogits(self._runner.forward(self._last.known(batch))))
 
     def _copy(self, work: Work, results: _Results) -> None:
         try:
@@ -236,6 +229,8 @@ class StepCompute:
         try:
             if forward is not None and not results.has_failed:
                 self._forward_and_sample(forward, work, how, results)
+            elif work.batch is None and isinstance(self._runner, Concluding):
+                self._runner.end_without_batch()
         except Exception as error:
             results.fail(error)
         finally:

@@ -129,7 +129,7 @@ class Decoder:
         self.device = weights.embed.device
         self._embed, self._norm = weights.embed, weights.norm
         self._lm_head, self._layers, self._inputs = weights.lm_head, weights.layers, weights.inputs
-        self._split, self._add_up, self.is_whole = split, split.together.add_up, split.num_ranks == 1
+        self.split, self._add_up, self.is_whole = split, split.together.add_up, split.num_ranks == 1
         most = config.max_position
         self._ropes = [config.rotation(layer) for layer in range(config.num_layers)]
         self._rotaries = {rope: RotaryTable(*rope, self.dtype, self.device, most) for rope in dict.fromkeys(self._ropes)}
@@ -191,7 +191,7 @@ class Decoder:
         """[T, H]: of tokens whose rows another rank has, that one's."""
         if self.is_whole:
             return functional.embedding(token_ids, self._embed)
-        rows = token_ids - self._split.of_vocabulary(self.config.vocab_size).start
+        rows = token_ids - self.split.of_vocabulary(self.config.vocab_size).start
         is_elsewhere = (rows < 0) | (rows >= len(self._embed))
         own = functional.embedding(rows.masked_fill(is_elsewhere, 0), self._embed)
         return self._add_up(own.masked_fill(is_elsewhere[:, None], 0))
@@ -200,7 +200,7 @@ class Decoder:
         """The logits [R, V] of all ranks' rows of the vocabulary, from [R, those of this one]; [R, 0] on all but the first."""
         if self.is_whole:
             return part
-        parts = self._split.together.gather(part)
+        parts = self.split.together.gather(part)
         if parts is None:
             return part.new_empty((len(part), 0))
         return parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
@@ -254,7 +254,7 @@ class Decoder:
     @property
     def gives_logits(self) -> bool:
         """Whether forward does; of several ranks, those that do draw."""
-        return self._split.is_first
+        return self.split.is_first
 
     @property
     def sink_logits(self) -> tuple[torch.Tensor | None, ...]:

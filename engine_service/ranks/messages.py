@@ -42,7 +42,7 @@ class RankRefused(Exception):
 HEAD: Final = struct.Struct("<B3xI")
 MOST_BYTES: Final = (1 << 32) - 1
 
-# A batch's arrays in their order: name, dtype, most dimensions. Those of a retention or of groups may be absent.
+# A batch's arrays in their order: name and dtype. Those of a retention, of groups and of what is awaited may be absent.
 _FIELDS: Final = (
     ("token_ids", "<i8"),
     ("positions", "<i8"),
@@ -56,6 +56,7 @@ _FIELDS: Final = (
     ("window_lens", "<i4"),
     ("group_tables", "<i4"),
     ("group_slots", "<i8"),
+    ("awaited_rows", "<i8"),
 )
 _RETENTION: Final = ("sink_lens", "window_lens")
 _SHAPE: Final = struct.Struct("<b7x3q")  # dimensions, -1 for an array that is absent, and the lengths of up to three

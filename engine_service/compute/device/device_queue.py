@@ -50,7 +50,7 @@ class DeviceQueue(Protocol):
 
     @property
     def is_immediate(self) -> bool:
-        """Whether a step is to be read where it was launched, because all is done by then or no other thread may wait."""
+        """Whether a step is to be read where it was launched, because all is done by then."""
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run what launches; what it reads of the host's memory may be read as late as it is done."""
@@ -158,21 +158,6 @@ class CudaQueue:
         """See DeviceQueue."""
         with torch.cuda.device(self._device):
             return _Event()
-
-
-class WaitedQueue:
-    """Another queue, each of whose steps is waited for by the thread that launched it, before it launches the next one."""
-
-    is_immediate = True
-
-    def __init__(self, queue: DeviceQueue) -> None:
-        self._queue = queue
-        self.submit, self.fetch, self.mark = queue.submit, queue.fetch, queue.mark
-
-    @property
-    def copies(self) -> CopyQueue:
-        """See DeviceQueue."""
-        return self._queue.copies
 
 
 def make_queue(device: torch.device) -> DeviceQueue:

@@ -11,7 +11,7 @@ anew.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 
 from kvkeeper.kernels.penalise_counted import IN_PROMPT, ONE_MORE
 
+from ...values.batch import Batch
 from ...values.sampling_params import NOTHING_AWAITED, PenalisedRows
 from .upload import at_device
 
@@ -67,6 +68,12 @@ class LastTokens:
         if (most := int(rows.max())) >= len(self._tokens):
             self._reserve(1 << (most + 1).bit_length())
         self._tokens.index_copy_(0, at_device(rows, self._tokens), token_ids)
+
+    def known(self, batch: Batch) -> Batch:
+        """The batch with all of its tokens, for a model that takes them from the host, which waits for a device."""
+        if batch.awaited_rows is None:
+            return batch
+        return replace(batch, token_ids=self.filled(batch.token_ids, batch.awaited_rows), awaited_rows=None)
 
     def filled(self, token_ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """token_ids [n], and where rows [n] are not -1, what those drew; on the host, which waits for a device."""

@@ -16,10 +16,11 @@ _DEADLINE_S = 60.0
 
 
 class InThreads:
-    """What ranks do together, where each is a thread. num_bytes: that this rank has sent to be gathered."""
+    """What ranks do together, where each is a thread. num_bytes: gathered of this rank. num_shared: so often."""
 
     def __init__(self, rank: int, parts: list[torch.Tensor], meeting: threading.Barrier) -> None:
-        self._rank, self._parts, self._meeting, self.num_bytes = rank, parts, meeting, 0
+        self._rank, self._parts, self._meeting = rank, parts, meeting
+        self.num_bytes = self.num_shared = 0
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
         return self._together(part).sum(0)
@@ -30,6 +31,7 @@ class InThreads:
         return parts if self._rank == 0 else None
 
     def share(self, given: torch.Tensor) -> torch.Tensor:
+        self.num_shared += 1
         return self._together(given)[0]
 
     def _together(self, part: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from kvkeeper.engine_service.compute.graphs.step_sizes import StepSize
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
 from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.ranks.messages import Kind, decode_batch
 from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
 from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
@@ -28,6 +29,7 @@ from tests.support.stand_ins.device_faults import accelerator_error
 from tests.support.stand_ins.late_queue import LateQueue
 from tests.support.worlds.batches import ScheduledRow, build_batch
 from tests.support.worlds.core_cache import CoreCache
+from tests.support.worlds.obeying_ranks import ObeyingRanks
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_NEW = 4, 40, 9
 SHAPED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.2)
@@ -35,9 +37,19 @@ PLAIN = SamplingParams(temperature=0)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    chosen = tiny_model("qwen3")
-    return load_model(build_model_folder(tmp_path_factory.mktemp("model"), chosen), progress=False)[0]
+def folder(tmp_path_factory):
+    return build_model_folder(tmp_path_factory.mktemp("model"), tiny_model("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder, progress=False)[0]
+
+
+def make_runner(model, queue=None):
+    layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE)
+    view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
+    return ModelRunner(model, view, layout, queue=queue)
 
 
 class Decoding:
@@ -46,9 +58,7 @@ class Decoding:
     def __init__(self, model, queue, ranks=None, *, chunk_size=64):
         limits = Limits(BLOCK_SIZE, 64, 8, 8, 64, chunk_size, 64, 8, num_usable_blocks=NUM_BLOCKS - 1)
         self.scheduler, self.cache, self.queue = Scheduler(limits), CoreCache(NUM_BLOCKS, BLOCK_SIZE, 8), queue
-        layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE)
-        view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
-        runner = ModelRunner(model, view, layout, queue=queue)
+        runner = make_runner(model, queue)
         self.compute = StepCompute(runner if ranks is None else RankedRunner(runner, ranks))
         self.outputs: dict[str, list[tuple[int, float]]] = {}
         for at, length in enumerate((3, 6, 9)):
@@ -126,13 +136,36 @@ class ObedientRanks:
         return []
 
 
-def test_steps_of_several_ranks_are_read_in_the_order_of_the_device(model):
+def test_the_first_of_several_ranks_reads_its_steps_in_the_order_of_its_device(model):
     """What the sampler drew is on the first rank's device, and comes to the host as the results of one rank do."""
     expected = Decoding(model, HostQueue()).run(ahead=False)
     ranked = Decoding(model, LateQueue(), ObedientRanks())
-    assert ranked.run(ahead=False) == expected
+    assert ranked.run(ahead=True) == expected
     assert ranked.queue.num_begun > NUM_NEW
-    assert ranked.compute.is_immediate, "one thread alone talks with the ranks"
+    assert not ranked.compute.is_immediate, "another thread reads them"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_steps_of_several_ranks_run_ahead_as_those_of_one(model, folder, num_ranks):
+    """No host brings the tokens of the step before to a rank, and none waits more often than that of one rank alone."""
+    alone = Decoding(model, LateQueue())
+    expected = alone.run(ahead=True)
+    with ObeyingRanks(num_ranks, lambda split: make_runner(load_model(folder, progress=False, split=split)[0])) as ranks:
+        ranked = Decoding(load_model(folder, progress=False, split=ranks.first)[0], LateQueue(), ranks)
+        found = ranked.run(ahead=True)
+    for request, drawn in expected.items():
+        assert [token_id for token_id, _ in found[request]] == [token_id for token_id, _ in drawn]
+        assert [logprob for _, logprob in found[request]] == pytest.approx([logprob for _, logprob in drawn], abs=1e-3)
+    assert ranked.num_ahead == alone.num_ahead >= NUM_NEW - 2
+    assert (ranked.queue.most_waiting, ranked.queue.num_blocked) == (2, alone.queue.num_blocked)
+    batches = [decode_batch(bytearray(body)) for kind, body in ranks.messages if kind == Kind.FORWARD]
+    awaiting = [batch for batch in batches if batch.awaited_rows is not None]
+    assert len(awaiting) == ranked.num_ahead
+    for batch in awaiting:
+        assert (batch.awaited_rows >= 0).any()
+        assert not batch.token_ids[batch.awaited_rows >= 0].any(), "the host does not know them"
+    assert {kind for kind, _ in ranks.messages} == {Kind.FORWARD}, "nothing else is asked or waited for"
+    assert [each.num_shared for each in ranks.together] == [len(awaiting)] * num_ranks
 
 
 def test_a_step_that_is_read_before_the_device_has_done_it_is_caught(model, capfd):

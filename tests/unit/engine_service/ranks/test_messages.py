@@ -25,7 +25,8 @@ def a_batch() -> Batch:
 def with_all() -> Batch:
     kept = BatchRetention(np.array([1, 0, 2], np.int32), np.array([4, 0, 8], np.int32))
     tables, slots = np.arange(12, dtype=np.int32).reshape(3, 2, 2), np.arange(12, dtype=np.int64).reshape(2, 6)
-    return dataclasses.replace(a_batch(), retention=kept, group_tables=tables, group_slots=slots)
+    awaited = np.array([-1, 2, -1, 7, -1, 0], np.int64)
+    return dataclasses.replace(a_batch(), retention=kept, group_tables=tables, group_slots=slots, awaited_rows=awaited)
 
 
 def arrays_of(batch: Batch) -> dict[str, object]:
