@@ -280,9 +280,10 @@ class EngineConfig(ServiceConfig):
     )
     graphs: bool = _model(
         True,
-        "capture steps as CUDA graphs, which spares the host most of a step; without effect on several ranks",
+        "capture steps as CUDA graphs, which spares the host most of a step",
         details="On a CUDA device, and native families. Captured at start, after a run of every kernel, and when the arena is"
-        " mapped anew. Steps with over 2,048 tokens of prompts (512 with FlashInfer), or sink and window, go without.",
+        " mapped anew. Steps with over 2,048 tokens of prompts (512 with FlashInfer), or sink and window, go without. Several"
+        " ranks capture at once; what one of them cannot capture, none has.",
     )
     flashinfer: bool = _model(
         True,

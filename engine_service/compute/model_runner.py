@@ -40,7 +40,7 @@ from .device.device_queue import DeviceQueue, make_queue
 from .device.token_counts import Counted, LastTokens, TokenCounts
 from .device.upload import Staged, upload_to
 from .flashinfer_prompts import MOST_CAPTURED_TOKENS, FlashInferPrompts, PagesOfStep, find_obstacle, page_arrays
-from .graphs.graph_api import GraphApi
+from .graphs.graph_api import GraphApi, NotCaptured
 from .graphs.graphed_steps import GraphedSteps, StepShape, capture_steps
 from .graphs.step_sizes import MOST_ROWS
 from .graphs.warm_up import warm_up_batches, warm_up_sampling
@@ -246,9 +246,14 @@ class ModelRunner:
             why_not = flashinfer.why_not or self._try_flashinfer(flashinfer, bounds)
             kernel = "kvkeeper" if why_not else f"flashinfer {flashinfer.version}"
             log.info("prefill_attention", kernel=kernel, **({"why": why_not} if why_not else {}))
-        if graphs is None or not isinstance(self._model, Decoder):
-            return
-        self._num_positions = self._model.reserve_positions(bounds.most_tokens)
+        if graphs is not None and (shape := self.find_shape(bounds)) is not None:
+            self.capture(shape, bounds, graphs, progress=progress)
+
+    def find_shape(self, bounds: StepBounds) -> StepShape | None:
+        """The largest step to capture, once all else is ready; None: nothing is captured of such a model."""
+        if not isinstance(self._model, Decoder):
+            return None
+        num_positions = self._model.reserve_positions(bounds.most_tokens)
         block_size = self._layout.block_size
         width = -(-bounds.most_tokens // block_size)
         most_rows, num_groups = min(bounds.most_rows, MOST_ROWS), max(len(self._groups) - len(self._states), 1)
@@ -257,16 +262,21 @@ class ModelRunner:
         prompt_tokens = 0 if has_chunks else bounds.most_step_tokens
         if self.prompts is not None:
             prompt_tokens = min(prompt_tokens, MOST_CAPTURED_TOKENS)
-        of_rows = most_rows, width, block_size, self._num_positions, self.vocab_size
-        shape = StepShape(*of_rows, prompt_tokens, num_groups, tuple(self._states))
+        of_rows = most_rows, width, block_size, num_positions, self.vocab_size
+        return StepShape(*of_rows, prompt_tokens, num_groups, tuple(self._states))
+
+    @torch.inference_mode()
+    def capture(self, shape: StepShape, bounds: StepBounds, graphs: GraphApi, *, progress: bool) -> None:
+        """Capture steps, as make_ready does; all ranks at once, of the shape that the first one has found."""
+        assert isinstance(self._model, Decoder), "it has a shape"
+        self._num_positions, device = self._model.reserve_positions(bounds.most_tokens), self._kv_view.device
         self.last_tokens.fix(bounds.most_rows + 1)
-        assert self.counts is not None, "captured models draw"
+        of_runner = self.queue, self.last_tokens, self.counts
+        split = self._model.split
         try:
-            self.graphed = capture_steps(
-                self._plain_step, shape, device, graphs, self.queue, self.last_tokens, self.counts, progress=progress
-            )
+            self.graphed = capture_steps(self._plain_step, shape, device, graphs, *of_runner, progress=progress, split=split)
         except Exception as error:  # whatever a driver says of it, the engine can serve, but on no lost device
-            if lost_by(error) is not None:
+            if lost_by(error) is not None or not (split.num_ranks == 1 or isinstance(error, NotCaptured)):
                 raise
             log_failure, fault = log.exception, find_fault(error)
             if fault is not None and fault.is_out_of_memory:
@@ -355,8 +365,16 @@ class ModelRunner:
         rows: how a token is drawn from each row of logits, in their order: a graph draws what it can. (): not given.
         counted: of the rows that are penalised, by `counts`.
         """
-        if self.graphed is not None and (replay := self.graphed.stage(batch, rows, counted)) is not None:
-            return Staged(partial(self._on_device, replay), replay.give_back)
+        replay = self.stage_replay(batch, rows, counted)
+        return self.stage_plain(batch) if replay is None else replay
+
+    def stage_replay(self, batch: Batch, rows: SampledRows = (), counted: Counted | None = None) -> Staged[StepLogits] | None:
+        """The same by a graph; None: none was captured for it, nothing was done."""
+        replay = None if self.graphed is None else self.graphed.stage(batch, rows, counted)
+        return None if replay is None else Staged(partial(self._on_device, replay), replay.give_back)
+
+    def stage_plain(self, batch: Batch) -> Staged[StepLogits]:
+        """The same without a graph."""
         arrays: dict[str, IntArray] = {
             "token_ids": batch.token_ids,
             "positions": batch.positions,

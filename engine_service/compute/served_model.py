@@ -228,7 +228,7 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
 
     def make_ready(runner: Runner, bounds: StepBounds) -> None:
         assert isinstance(runner, Warmed), "made by this model"
-        graphs = CudaGraphs(served.device) if config.graphs and served.num_ranks == 1 else None
+        graphs = CudaGraphs(served.device) if config.graphs else None
         with_retention = bounds.may_retain and not served.refuses_retention
         found = find_flashinfer(wanted=config.flashinfer)
         runner.make_ready(bounds, graphs, with_retention=with_retention, progress=progress, flashinfer=found)

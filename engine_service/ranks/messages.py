@@ -64,7 +64,7 @@ _ALIGNMENT: Final = 8
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages. Only the first four and MAKE_READY, FORWARD and SYNCHRONIZE have an answer."""
+    """Kinds of messages. All but TRANSFERS and COPIES have an answer."""
 
     SET_UP = 1  # JSON: what to load; the answer comes once it is loaded
     JOIN = 2  # JSON: where the ranks meet
@@ -75,9 +75,11 @@ class Kind(enum.IntEnum):
     COPIES = 7  # int64 [N, 2]: sources and destinations of a step's copies
     FORWARD = 8  # a batch; the answer has the ids of orders that failed in this step
     SYNCHRONIZE = 9  # nothing: the device is to have done all; the answer is as that of FORWARD
+    CAPTURE = 10  # JSON: the largest step, and its shape
+    REPLAY = 11  # as FORWARD, of a step that was captured
 
 
-IN_STEPS: Final = frozenset((Kind.TRANSFERS, Kind.COPIES, Kind.FORWARD, Kind.SYNCHRONIZE))
+IN_STEPS: Final = frozenset((Kind.TRANSFERS, Kind.COPIES, Kind.FORWARD, Kind.REPLAY, Kind.SYNCHRONIZE))
 
 
 class Answer(enum.IntEnum):
@@ -135,7 +137,7 @@ class Pipe:
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """The body of a FORWARD."""
+    """The body of a FORWARD or REPLAY."""
     shapes, arrays, num_bytes = [], [], len(_FIELDS) * _SHAPE.size
     for name, dtype in _FIELDS:
         found = getattr(batch.retention, name, None) if name in _RETENTION else getattr(batch, name)

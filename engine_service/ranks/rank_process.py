@@ -98,6 +98,8 @@ class RankProcess:
 
         from kvkeeper.kernels.attention.flashinfer_prefill import find_flashinfer
 
+        from ..compute.graphs.graph_api import CudaGraphs
+        from ..compute.graphs.graphed_steps import StepShape
         from ..compute.model_runner import ModelRunner, StepBounds
 
         if kind == Kind.TRANSFERS:
@@ -113,9 +115,21 @@ class RankProcess:
             bounds, retains = StepBounds(**fields["bounds"]), fields["with_retention"]
             mapped.runner.make_ready(bounds, None, with_retention=retains, progress=False, flashinfer=found)
             self._pipe.send(Answer.DONE)
+        elif kind == Kind.CAPTURE:
+            fields = json.loads(body)
+            assert isinstance(mapped.runner, ModelRunner), "of a device"
+            shape = StepShape(**fields["shape"] | {"state_groups": tuple(fields["shape"]["state_groups"])})
+            mapped.runner.capture(shape, StepBounds(**fields["bounds"]), CudaGraphs(self._device), progress=False)
+            self._pipe.send(Answer.DONE)
         else:
-            if kind == Kind.FORWARD:
-                mapped.runner.forward(decode_batch(body))
+            if kind == Kind.REPLAY:
+                assert isinstance(mapped.runner, ModelRunner), "it was captured"
+                staged = mapped.runner.stage_replay(decode_batch(body))
+                assert staged is not None, "all ranks have captured the same"
+                staged()
+            elif kind == Kind.FORWARD:
+                runner, batch = mapped.runner, decode_batch(body)
+                runner.stage_plain(batch)() if isinstance(runner, ModelRunner) else runner.forward(batch)
             else:
                 assert kind == Kind.SYNCHRONIZE
                 mapped.runner.synchronize()

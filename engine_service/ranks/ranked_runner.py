@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,13 +73,21 @@ class RankedRunner:
         progress: bool,
         flashinfer: FlashInfer | None = None,
     ) -> None:
-        """See ModelRunner; without graphs, which all ranks would have to capture at once. Raises RankLost, ReportedFault."""
-        assert isinstance(self._own, ModelRunner) and graphs is None
+        """See ModelRunner. All ranks run and capture the same, at once. Raises RankLost, ReportedFault."""
+        own = self._own
+        assert isinstance(own, ModelRunner)
         wants = flashinfer is not None and flashinfer.package is not None
         fields = {"bounds": dataclasses.asdict(bounds), "with_retention": with_retention, "flashinfer": wants}
-        self._ranks.send_all(Kind.MAKE_READY, json.dumps(fields).encode())
+        warm_up = partial(own.make_ready, bounds, None, with_retention=with_retention, progress=progress, flashinfer=flashinfer)
+        self._do_with_others(Kind.MAKE_READY, fields, warm_up)
+        if graphs is not None and (shape := own.find_shape(bounds)) is not None:
+            fields = {"bounds": dataclasses.asdict(bounds), "shape": dataclasses.asdict(shape)}
+            self._do_with_others(Kind.CAPTURE, fields, partial(own.capture, shape, bounds, graphs, progress=progress))
+
+    def _do_with_others(self, kind: Kind, fields: dict[str, Any], own: Callable[[], None]) -> None:
+        self._ranks.send_all(kind, json.dumps(fields).encode())
         try:
-            self._own.make_ready(bounds, None, with_retention=with_retention, progress=progress, flashinfer=flashinfer)
+            own()
         except SumFailed as error:
             raise self._sum_failed(error) from None
         except BaseException:
@@ -95,16 +104,18 @@ class RankedRunner:
         own = self._own
         if not isinstance(own, ModelRunner):
             return Staged(lambda: self._compute_known(self._known_tokens.known(batch)))
-        body, staged = encode_batch(batch), own.stage(batch, rows, counted)
-        return Staged(partial(self._compute, body, staged), staged.give_back)
+        body, kind, staged = encode_batch(batch), Kind.REPLAY, own.stage_replay(batch, rows, counted)
+        if staged is None:
+            kind, staged = Kind.FORWARD, own.stage_plain(batch)
+        return Staged(partial(self._compute, kind, body, staged), staged.give_back)
 
     def _compute_known(self, batch: Batch) -> StepLogits:
-        return self._compute(encode_batch(batch), lambda: StepLogits(self._own.forward(batch)))
+        return self._compute(Kind.FORWARD, encode_batch(batch), lambda: StepLogits(self._own.forward(batch)))
 
-    def _compute(self, body: bytes, own: Callable[[], StepLogits]) -> StepLogits:
+    def _compute(self, kind: Kind, body: bytes, own: Callable[[], StepLogits]) -> StepLogits:
         """own: computes the first rank's part."""
         with self._talking:
-            self._ranks.send_all(Kind.FORWARD, body)
+            self._ranks.send_all(kind, body)
             try:
                 found = own()
             except SumFailed as error:

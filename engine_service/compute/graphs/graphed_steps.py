@@ -7,6 +7,9 @@ logits of all steps lie in one place, because apart those of forty sizes of a la
 by the number of rows alone, draws from them, each row by its own parameters, seed and position, and leaves those tokens
 instead; a third one penalises the logits before, by counts that stay on the device.
 
+Of several ranks each captures its part, all at once and in the same order. A graph begins with the tokens of the first rank,
+which alone has logits, and draws.
+
 A graph keeps no memory but what its capture made. All else that it reads is held by GraphReads, or by the runner that holds the
 GraphedSteps: docs/operate/gpu.md has the list.
 """
@@ -23,13 +26,14 @@ from tqdm import tqdm
 from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.scratch import Scratch
 
+from ...model.split import WHOLE, Split, Together
 from ...values.batch import Batch
 from ...values.sampling_params import PlainDraws, SampledRows, as_plain
 from ..device.device_queue import DeviceQueue
 from ..device.token_counts import Counted, LastTokens, TokenCounts
 from ..device.upload import Staged
 from ..sampler import StepLogits, draw_penalised, draw_plain, with_likeliest
-from .graph_api import Graph, GraphApi
+from .graph_api import AgreedGraphs, Graph, GraphApi
 from .step_inputs import InputsShape, StepInputs
 from .step_sizes import StepSize, StepSizes, size_for
 
@@ -79,6 +83,7 @@ class GraphReads:
 
     scratch: of the graphs alone.
     made: of most_rows rows, which all steps write; token_ids: int64 [most_rows], the tokens that these logits are of.
+    counts: None on all ranks but the first, which have no logits.
     """
 
     inputs: StepInputs
@@ -86,7 +91,8 @@ class GraphReads:
     made: StepLogits
     token_ids: torch.Tensor
     last: LastTokens
-    counts: TokenCounts
+    counts: TokenCounts | None
+    together: Together
 
 
 class GraphedSteps:
@@ -118,7 +124,7 @@ class GraphedSteps:
         inputs = self._reads.inputs.stage(batch, num_decodes, size, draws, None if counted is None else counted.rows)
         drawing = None
         if draws is not None and (drawn := size_for(count, self._sizes.decodes)) is not None:
-            drawing = (self._graphs.draw if counted is None else self._graphs.penalise)[drawn]
+            drawing = (self._graphs.draw if counted is None else self._graphs.penalise).get(drawn)
         replay = partial(self._replay, inputs, size, drawing, None if draws is None else counted, count)
         return Staged(replay, inputs.give_back)
 
@@ -165,16 +171,18 @@ def capture_steps(
     api: GraphApi,
     queue: DeviceQueue,
     last: LastTokens,
-    counts: TokenCounts,
+    counts: TokenCounts | None,
     *,
     progress: bool,
+    split: Split = WHOLE,
 ) -> GraphedSteps:
     """Capture every size, the largest first: the smaller ones fit its memory.
 
     queue: the graphs are replayed in its order.
     last: of as many rows as there are sequences, and one more for padding; its memory stays where it is.
-    counts: of as many rows as a step has.
+    counts: of as many rows as a step has; None: this rank gives no logits.
     progress: show a bar on stderr.
+    split: of several ranks, the one that captures here.
     """
     sizes = StepSizes(shape.most_rows, shape.most_prompt_tokens)
     all_sizes, most = list(sizes), sizes.decodes[-1]
@@ -194,17 +202,21 @@ def capture_steps(
         device,
         queue,
         padding_row=len(last.tensor) - 1,
-        padding_slot=counts.padding_slot,
+        padding_slot=0 if counts is None else counts.padding_slot,
         pin_memory=device.type == "cuda",
     )
     token_ids, likeliest, outcomes = torch.zeros((3, most), dtype=torch.int64, device=device)
-    made = StepLogits(torch.zeros((most, shape.vocab_size), device=device), likeliest, outcomes)
-    reads = GraphReads(inputs, Scratch(device), made, token_ids, last, counts)
+    vocab_size = 0 if counts is None else shape.vocab_size
+    made = StepLogits(torch.zeros((most, vocab_size), device=device), likeliest, outcomes)
+    reads = GraphReads(inputs, Scratch(device), made, token_ids, last, counts, split.together)
+    with_others = api if split.num_ranks == 1 else AgreedGraphs(api, split, device)
     steps, draw, penalise = dict[StepSize, Graph](), dict[int, Drawing](), dict[int, Drawing]()
     for size in tqdm(all_sizes, "capturing", unit="graph", file=sys.stderr, disable=not progress):
         inputs.pad(size)
-        steps[size], _ = api.capture(partial(_compute_and_choose, compute, reads, size))
+        steps[size], _ = with_others.capture(partial(_compute_and_choose, compute, reads, size))
         reads.scratch.fix()
+    if counts is None:
+        return GraphedSteps(shape, sizes, reads, Graphs(steps, draw, penalise))
     for count in reversed(sizes.decodes):
         found, rows = made.first(count), inputs.tensors(StepSize(count, 0, 0, count))["rows"]
         penalised = partial(penalise_counted, found.values, counts.tensor, inputs.counting(token_ids[:count]))
@@ -216,8 +228,10 @@ def capture_steps(
 def _compute_and_choose(compute: PlainStep, reads: GraphReads, size: StepSize) -> None:
     """Leave what is made of a step of this size in what the graphs read."""
     tensors, last, made = reads.inputs.tensors(size), reads.last, reads.made.first(size.logits)
-    token_ids = last.filled_there(tensors["token_ids"], tensors["awaited_rows"])
+    token_ids = reads.together.share(last.filled_there(tensors["token_ids"], tensors["awaited_rows"]))
     compute({**tensors, "token_ids": token_ids}, reads.scratch, made.values)
+    if reads.counts is None:
+        return
     found = with_likeliest(made.values)
     assert made.likeliest is not None and made.outcomes is not None and found.likeliest is not None
     assert found.outcomes is not None

@@ -39,7 +39,7 @@ def main() -> None:
                 os._exit(PARTED)
             if kind == config.get("refused_at"):
                 pipe.send(Answer.REFUSED, json.dumps({"code": "ABORTED", "reason": "A_TEST", "message": "no"}).encode())
-            elif kind in (Kind.FORWARD, Kind.SYNCHRONIZE):
+            elif kind in (Kind.FORWARD, Kind.REPLAY, Kind.SYNCHRONIZE):
                 pipe.send(Answer.DONE, encode_ids(config.get("failed", [])))
             elif kind not in (Kind.TRANSFERS, Kind.COPIES):
                 pipe.send(Answer.DONE)

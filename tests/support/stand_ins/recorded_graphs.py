@@ -4,7 +4,8 @@ Torch's operations are seen as they are dispatched, and Triton's launches as the
 very memory of the capture, as a device does: what an operation made then is overwritten, and what the host knew then is known
 no more. A capture that reads a value back to the host is refused, as on a device. On a device graphs share the memory that they
 make. So a replay here begins with all that its own capture made lost, as another graph may leave it. Of other memory a graph
-has the address alone: a replay that reads or writes what was freed meanwhile is refused.
+has the address alone: a replay that reads or writes what was freed meanwhile is refused. What ranks do together is one recorded
+call, if it is done through RecordedTogether.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import triton.runtime.interpreter as interpreter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from kvkeeper.engine_service.model.split import Together
 
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
 _run_grid = interpreter.GridExecutor.__call__
@@ -119,12 +122,13 @@ class _Recorder(TorchDispatchMode):
 
 
 class Recorded:
-    """A Graph. kernels: names of Triton's kernels, in the order of their launches."""
+    """A Graph. kernels: names of Triton's kernels, in the order of their launches. meetings: of what ranks do together."""
 
     def __init__(self, on_replay: Callable[[], None]) -> None:
         self.steps: list[Callable[[], object]] = []
         self.memory: list[torch.UntypedStorage] = []
         self.kernels: list[str] = []
+        self.meetings: list[str] = []
         self._on_replay = on_replay
 
     def replay(self) -> None:
@@ -141,15 +145,61 @@ class RecordedGraphs:
 
     def __init__(self, on_replay: Callable[[], None] = lambda: None) -> None:
         self.graphs: list[Recorded] = []
+        self.capturing: Recorded | None = None
         self._on_replay = on_replay
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
         run()  # as CudaGraphs does
-        graph = Recorded(self._on_replay)
-        with _launches_into(graph), _unreadable(), _Recorder(graph.steps, graph.memory):
-            made = run()
+        self.capturing = graph = Recorded(self._on_replay)
+        try:
+            with _launches_into(graph), _unreadable(), _Recorder(graph.steps, graph.memory):
+                made = run()
+        finally:
+            self.capturing = None
         self.graphs.append(graph)
         return graph, made
+
+
+class RecordedTogether:
+    """What ranks do together; within a capture it is done and recorded, since all ranks capture at once.
+
+    num_met: how often they did, replays and all.
+    """
+
+    def __init__(self, together: Together, graphs: RecordedGraphs) -> None:
+        self._together, self._graphs, self.num_met = together, graphs, 0
+
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        return self._do("add_up", part)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor | None:
+        return self._do("gather", part)
+
+    def share(self, given: torch.Tensor) -> torch.Tensor:
+        return self._do("share", given)
+
+    def _do(self, name: str, given: torch.Tensor) -> Any:
+        graph = self._graphs.capturing
+        if graph is None:
+            return self._meet(name, given)
+        with torch.utils._python_dispatch._disable_current_modes():
+            made = self._meet(name, given)
+            kept = [] if made is None else _new_memory(made, given)
+        address = _addresses(given)
+
+        def again() -> None:
+            new = self._meet(name, _found(address))
+            for old in kept:
+                old.copy_(new)
+
+        graph.memory += [each.untyped_storage() for each in kept]
+        graph.steps.append(again)
+        graph.meetings.append(name)
+        return made
+
+    def _meet(self, name: str, given: torch.Tensor) -> Any:
+        self.num_met += 1
+        return getattr(self._together, name)(given)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, at: Kind, error: BaseException) -> 
 def test_an_error_of_the_device_is_told_the_first_rank_in_words(
     monkeypatch: pytest.MonkeyPatch, at: Kind, number: int, name: str
 ) -> None:
-    in_steps = at in (Kind.TRANSFERS, Kind.COPIES, Kind.FORWARD, Kind.SYNCHRONIZE)
+    in_steps = at in (Kind.TRANSFERS, Kind.COPIES, Kind.FORWARD, Kind.REPLAY, Kind.SYNCHRONIZE)
     fail_at(monkeypatch, at, accelerator_error(number, ""))
     with capture_logs() as logs:
         code, heard = obey(*(() if at == Kind.SET_UP else (at,)))
