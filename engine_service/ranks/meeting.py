@@ -5,10 +5,10 @@ are plain bytes, and only tensors go to and fro, so nothing is unpickled. The su
 because one of them adds each part up and hands it on; so what is computed alike on all ranks, such as the choice of experts,
 comes out alike.
 
-NCCL may be captured, all that it does here: a capture, and each replay of it, has to be one on all ranks. What goes from one rank
-to another, as when logits are gathered, makes its connection the first time, and allocates memory for it. So a step is run before
-it is captured, and other threads may call CUDA meanwhile (CudaGraphs). torch's watchdog looks at nothing that was begun within a
-capture.
+NCCL may be captured, all that it does here: a capture, and each replay of it, has to be one on all ranks. What goes from one
+rank to another, as when logits are gathered, makes its connection the first time, and allocates memory for it. So a step is run
+before it is captured, and other threads may call CUDA meanwhile (CudaGraphs). torch's watchdog looks at nothing that was begun
+within a capture.
 
 The groups are made by their own classes, not by init_process_group: a rank that was lost is replaced by making the whole group
 anew, in a process that goes on.

@@ -16,9 +16,9 @@ from kvkeeper.engine_service.outputs.unread_tokens import Histories, SlotDraws
 from kvkeeper.engine_service.values.sampling_params import PlainDraws, SamplingParams
 from kvkeeper.kernels.penalise_counted import IN_PROMPT, ONE_MORE
 from tests.support.stand_ins.late_queue import LateQueue
-from tests.unit.engine_service.compute.test_late_device import NUM_NEW, Decoding, model
+from tests.unit.engine_service.compute.test_late_device import NUM_NEW, Decoding, folder, model
 
-__all__ = ["model"]  # a fixture of the tests here
+__all__ = ["folder", "model"]  # fixtures of the tests here
 WAYS = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.2),
@@ -130,4 +130,4 @@ def test_several_ranks_have_the_counts_of_the_first(model, expected):
 
     ranked = ByColumn(model, LateQueue(), 4, ObedientRanks())
     assert ranked.compute._runner.counts is not None
-    assert ranked.run(ahead=False) == expected
+    assert ranked.run(ahead=True) == expected
