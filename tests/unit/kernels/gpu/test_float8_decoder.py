@@ -6,9 +6,9 @@ import torch
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.model import decoder, experts, loader
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.loading.packing import Packing
 from kvkeeper.kernels import reference
-from kvkeeper.kernels.activations.linear_float8 import Float8Weight, quantise_float8
+from kvkeeper.kernels.activations.linear import linear
+from kvkeeper.kernels.activations.linear_float8 import Float8Weight
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.types import LinearWeight
 from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
@@ -18,13 +18,6 @@ from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_o
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 OFF_ROUNDED, OFF_FLOAT32 = 0.002, 0.15  # of few inputs, drawn wide
-
-
-class Rounded(Packing):
-    """The same codes and scales on the CPU."""
-
-    def _pack(self, weight, numbers):
-        return weight if numbers is None else quantise_float8(weight)
 
 
 def logits_of(model, views_there):
@@ -40,7 +33,7 @@ def logits_of(model, views_there):
 
 
 def exactly(x, weight):
-    return (reference.linear_float8 if isinstance(weight, Float8Weight) else reference.linear)(x, weight)
+    return reference.linear_float8(x, weight) if isinstance(weight, Float8Weight) else linear(x, weight)
 
 
 def relative_error(found, expected):
@@ -69,7 +62,6 @@ def test_logits_are_those_of_what_is_rounded_alike_in_float64(name, tmp_path, mo
     exact = logits_of(dense, False)
     with monkeypatch.context() as patch:
         patch.setattr(loader, "compute_dtype", lambda *given, **options: torch.float32)
-        patch.setattr(loader, "Packing", Rounded)
         rounded, _ = load_model(folder, dtype="fp8", progress=False)
         patch.setattr(decoder, "linear", exactly)
         patch.setattr(experts, "linear", exactly)
@@ -82,7 +74,6 @@ def test_logits_are_those_of_what_is_rounded_alike_in_float64(name, tmp_path, mo
     assert isinstance(model._lm_head, LinearWeight)
     assert model._lm_head.data.dtype is model.dtype
     found = logits_of(model, True)
-    print(relative_error(found, expected), relative_error(found, exact))
     assert relative_error(found, expected) < OFF_ROUNDED
     assert 0.01 < relative_error(found, exact) < OFF_FLOAT32  # and not float32 by another name
 
