@@ -9,6 +9,7 @@ from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.linear_float8 import Float8Weight, fits_float8, quantise_float8, quantise_rows
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from kvkeeper.kernels.types import LinearWeight
+from tests.support.stand_ins.host_reads import HostReads
 from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda
 
 PLACES = ["cpu", "cuda"]
@@ -101,6 +102,13 @@ def test_a_row_depends_on_no_other_and_one_that_is_not_finite_spoils_no_other(pl
     found = linear(*there(place, spoiled), weight).as_subclass(torch.Tensor)
     assert not found[[0, 1, 3]].isfinite().any()
     assert torch.equal(found[[2, 4, 5, 6]], together[[2, 4, 5, 6]])
+
+
+def test_the_host_waits_for_nothing():
+    weight, x, reads = quantised("cuda", torch.randn(32, 64), torch.randn(32)), on_cuda(torch.randn(5, 64))[0], HostReads()
+    with reads.watched():
+        linear(x, weight)
+    assert reads.count == 0
 
 
 def by_row(data):
