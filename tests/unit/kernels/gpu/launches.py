@@ -328,7 +328,7 @@ for bits in (8, 4):
     for num_rows in (1, 64, 4096):
         _add(f"integers int{bits} of {num_rows} rows bf16", _integers, num_rows, bits, torch.bfloat16)
     for num_rows in (64, 32768):
-        _add(f"experts int{bits} of {num_rows} rows bf16", _group_integers, num_rows, bits, torch.bfloat16)
+        _add(f"experts of integers int{bits} of {num_rows} rows bf16", _group_integers, num_rows, bits, torch.bfloat16)
 _add("integers int4 of 1 rows fp16", _integers, 1, 4, torch.float16)
 for length in (1024, 4096, 28672):
     _add(f"quantise rows of {length} bf16", lambda length=length: quantise_rows(nowhere(64, length)))
