@@ -1,12 +1,11 @@
 """linear_float8: x W^T + b with weights and rows in 8-bit floats, e4m3, multiplied as they are.
 
-An output of a weight has one scale, and is rounded once; a row of x has one, and is rounded in every call, so that no row
-costs another one its precision. torch's scaled_mm multiplies: on CUDA from compute capability 8.9 on with
-units for such numbers, on a CPU with what it has, which is slower than any other way.
+An output of a weight has one scale, and is rounded once; a row of x has one, and is rounded in every call, so that no row costs
+another one its precision. torch's scaled_mm multiplies: on CUDA from compute capability 8.9 on with units for such numbers, on
+a CPU with what it has, which is slower than any other way.
 
-A weight that lies on such a grid already, as one restored from a checkpoint in 8-bit floats does, is found there again, for as
-many of its outputs as lie on one each: with one scale for each of them, or for all. Scales of blocks that differ by powers of
-two are no other grid.
+An output that lies on such a grid already, as one restored from a checkpoint in 8-bit floats does, is found there again. It
+lies on one whose scale is its own or that of all outputs, and where scales of its inputs differ by powers of two.
 """
 
 from collections.abc import Sequence

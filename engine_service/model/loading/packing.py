@@ -19,13 +19,14 @@ from kvkeeper.kernels.types import LinearWeight
 
 from ..config import ModelConfig
 from ..decoder import DecoderWeights, LayerWeights
+from ..dtype_name import FLOAT8
 from ..experts import ExpertWeights, MlpWeights, Weight
 from ..rotary_table import rotated_order
 from ..split import Split, config_of_rank
 
 Numbers = Literal[8, 4, "fp8"]  # bits of integers, or 8-bit floats
 # Of the product with the vocabulary, which says which token is likeliest: 8 bits for any integers, and beside floats its own.
-_OF_HEAD: Mapping[Numbers | None, Numbers | None] = {8: 8, 4: 8, "fp8": None, None: None}
+_OF_HEAD: Mapping[Numbers | None, Numbers | None] = {8: 8, 4: 8, FLOAT8: None, None: None}
 
 
 class Packing:
@@ -63,9 +64,9 @@ class Packing:
 
     def _pack(self, weight: Weight, numbers: Numbers | None) -> Weight:
         assert isinstance(weight, LinearWeight), "a weight is packed once"
-        if numbers == "fp8" and weight.data.dim() > 2:
+        if numbers == FLOAT8 and weight.data.dim() > 2:
             numbers = 8  # of experts, whose rows are multiplied in groups
-        if numbers == "fp8":
+        if numbers == FLOAT8:
             return quantise_float8(weight) if fits_float8(weight) else pack_linear(weight)
         return pack_linear(weight) if numbers is None else quantise_linear(weight, numbers)
 
