@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.model import loader
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError, WeightsError
 from kvkeeper.engine_service.model.checkpoint.safetensors_files import StoredTensor
 from kvkeeper.engine_service.model.config import read_model_config
@@ -87,9 +88,11 @@ def kernels():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_weights_of_integers_are_split_too(tmp_path, bits):
-    """Each rank has groups of its own of what is cut by its inputs, so that the error is about one rank's."""
+@pytest.mark.parametrize("bits", ["int8", "int4", "fp8"])
+def test_weights_of_few_bits_are_split_too(tmp_path, bits, monkeypatch):
+    """Each rank has groups or scales of its own of what is cut by its inputs, so that the error is about one rank's."""
+    if bits == "fp8":  # which the engine has on a device alone
+        monkeypatch.setattr(loader, "compute_dtype", lambda *given, **options: torch.float32)
     folder = build_model_folder(tmp_path, tiny_model("llama"))
     cases = [NumericsCase(random_tokens(30))]
     reference = reference_logits(folder, cases)
