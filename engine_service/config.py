@@ -34,7 +34,7 @@ MAX_TOKENS = 1 << 22  # of a sequence
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 
 _SPECULATIONS = ("off", "prompt-look-up", "draft-model")
-_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8")
 _KV_DTYPES = ("auto", "fp16", "bf16", "fp8", "int8", "int4")
 _CPU_KERNELS = ("auto", "compiled", "torch")
 
@@ -253,9 +253,9 @@ class EngineConfig(ServiceConfig):
         "auto",
         "what the model computes in, where auto is the dtype of its weights, and on a CPU mostly float32",
         choices=_DTYPES,
-        details="On a CPU auto is bfloat16 where the weights are, the processor multiplies it (AVX512 BF16), the extra cpu is"
-        " installed and K and V are stored as they are computed, and else float32. int8 and int4: the weights of matrix"
-        " products are integers of 8 or 4 bits; all else is as with auto on CUDA, and float32 on a CPU, with the extra cpu.",
+        details="On a CPU auto is bfloat16 where weights are, the processor multiplies it (AVX512 BF16), the extra cpu is"
+        " there and K and V are stored as computed, else float32. int8, int4: weights of products are integers; all else is as"
+        " auto on CUDA, and float32 on a CPU, with the extra cpu. fp8, on CUDA: products are of 8-bit floats, all else bf16.",
     )
     kv_dtype: str = _model(
         "auto",

@@ -28,7 +28,7 @@ from .model.checkpoint.json_file import CONFIG_FILE
 from .model.checkpoint.text_part import WRAPPER, find_layer, read_text_config, text_name
 from .model.checkpoint.unneeded import HEAD
 from .model.config import not_native, parse_model_config, why_library
-from .model.dtype_name import DTYPE_BYTES, INTEGER_BITS, dtype_name, weight_bytes
+from .model.dtype_name import DTYPE_BYTES, FLOAT8, INTEGER_BITS, QUANTISED, dtype_name, weight_bytes
 from .model.left_out import list_left_out, others_left_out
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
@@ -145,7 +145,7 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
         raise not_native(model_type)
     elif config.tensor_parallel > 1:
         raise UnsupportedModelError("tensor parallelism of model type", model_type, "the native families")
-    elif config.dtype in INTEGER_BITS:
+    elif config.dtype in QUANTISED:
         supported = f"the native families; {model_type} is computed by the transformers library"
         raise UnsupportedModelError("dtype", config.dtype, supported)
     own_dtype, device_type = raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0]
@@ -166,11 +166,12 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
             layers[layer] += count
     is_packed = is_native and device_type == "cpu"
     beside = largest + (max(layers.values(), default=0) * DTYPE_BYTES[dtype] if is_packed else 0)
-    if config.dtype not in INTEGER_BITS:
+    if config.dtype not in QUANTISED:
         return ModelMemory(sum(counts) * DTYPE_BYTES[dtype], beside, dtype)
     head = sum(count for name, count in by_name.items() if name.startswith(HEAD))
     dense = sum(counts) - layers.total() - head
-    of_products = layers.total() * weight_bytes(config.dtype) + (head or dense) * weight_bytes("int8")
+    head_bytes = head * DTYPE_BYTES[dtype] if config.dtype == FLOAT8 else (head or dense) * weight_bytes("int8")
+    of_products = layers.total() * weight_bytes(config.dtype) + head_bytes
     return ModelMemory(int(of_products) + dense * DTYPE_BYTES[dtype], beside, config.dtype)
 
 

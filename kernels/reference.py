@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .activations.linear_float8 import Float8Weight
 from .activations.linear_integers import IntegerWeight
 from .attention.retention import Retention
 from .device_integers import DeviceIntegers
@@ -182,6 +183,24 @@ def restore_integers(weight: IntegerWeight) -> LinearWeight:
         low = -128 * scales[..., pair, :, half].double() if lows is None else lows[..., pair, :, half].double()
         columns.append((integers * scales[..., pair, :, half].double() + low) * factors.double())
     return LinearWeight(torch.stack(columns, -1), weight.bias)
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of linear_float8.quantise_rows."""
+    codes, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(len(x), 1)
+    for row, numbers in enumerate(x.float()):
+        largest = numbers.abs().max().clamp(min=1e-30)
+        codes[row] = numbers * (torch.tensor(448.0) / largest)
+        scales[row] = largest / 448
+    return codes, scales
+
+
+def linear_float8(x: torch.Tensor, weight: Float8Weight) -> torch.Tensor:
+    """Reference of linear_float8.linear_float8."""
+    codes, scales = quantise_rows(x.flatten(0, -2))
+    product = (codes.double() * scales.double()) @ (weight.codes.double() * weight.scales.double().T).T
+    product = product if weight.bias is None else product + weight.bias.double()
+    return product.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def grouped_linear(x: torch.Tensor, weight: LinearWeight, starts: torch.Tensor) -> torch.Tensor:

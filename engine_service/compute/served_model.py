@@ -29,7 +29,7 @@ from ..model.checkpoint.unneeded import EMBEDDINGS, HEAD
 from ..model.chunked import check_chunks
 from ..model.config import ModelConfig, parse_model_config, why_library
 from ..model.decoder import Decoder
-from ..model.dtype_name import INTEGER_BITS, DtypeChoice
+from ..model.dtype_name import QUANTISED, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup
 from ..model.left_out import list_left_out
@@ -136,7 +136,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     prepare_kernels(decoder.dtype, device)
     check_chunks(model_config.chunks, config.block_size)
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
-    name = dtype if dtype in INTEGER_BITS else _name(decoder.dtype)
+    name = dtype if dtype in QUANTISED else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
     served = _by_kind(dataclasses.replace(served, num_ranks=split.num_ranks), decoder, config)
     return _ready_on_device(served, config, progress=progress)

@@ -16,6 +16,7 @@ from kvkeeper.kernels.activations.add import add
 from kvkeeper.kernels.activations.gates import weigh_by_sigmoid
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
 from kvkeeper.kernels.activations.linear import linear, pack_linear
+from kvkeeper.kernels.activations.linear_float8 import Float8Weight
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.cpu import compiled
@@ -25,7 +26,7 @@ from kvkeeper.kernels.types import LinearWeight
 from .checkpoint.destination import Destination, take_all
 from .experts_config import Routing
 
-Weight = LinearWeight | IntegerWeight
+Weight = LinearWeight | IntegerWeight | Float8Weight
 _FEW_ROWS: Final = 256  # with more, what Python does for each expert is little beside its product
 
 
@@ -44,11 +45,13 @@ class MlpWeights:
 class StackedExperts:
     """The experts as grouped_linear takes them: MLPs [E, ...] each, with biases [E, ...] or None."""
 
-    gate_up: Weight
-    down: Weight
+    gate_up: LinearWeight | IntegerWeight
+    down: LinearWeight | IntegerWeight
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "StackedExperts":
-        return StackedExperts(pack(self.gate_up), pack(self.down))
+        gate_up, down = pack(self.gate_up), pack(self.down)
+        assert not (isinstance(gate_up, Float8Weight) or isinstance(down, Float8Weight)), "no rows are multiplied so in groups"
+        return StackedExperts(gate_up, down)
 
     def list_experts(self) -> tuple[MlpWeights, ...]:
         """Each by itself, a view of all of them."""

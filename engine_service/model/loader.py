@@ -16,7 +16,6 @@ import structlog
 import torch
 from tqdm import tqdm
 
-from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.features import multiplies_bfloat16
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
@@ -28,7 +27,7 @@ from .checkpoint.text_part import read_text_config, text_name
 from .checkpoint.unneeded import EMBEDDINGS, HEAD
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
-from .dtype_name import INTEGER_BITS, DtypeChoice, dtype_name
+from .dtype_name import FLOAT8, INTEGER_BITS, QUANTISED, DtypeChoice, dtype_name
 from .left_out import list_left_out
 from .loading.filling import WEIGHT_DTYPES, Filling
 from .loading.packing import Packing
@@ -53,7 +52,7 @@ def load_model(
     Args:
         device: where its weights go.
         dtype: what it computes in. auto: the weights' own, on a CPU float32 unless bfloat16 is fast. int8, int4: what products
-            multiply; all else is as with auto, and on a CPU float32.
+            multiply; all else is as with auto, and on a CPU float32. fp8: the same on CUDA, and all else is bfloat16.
         progress: show a progress bar on stderr.
         split: the rank; of what it does not have nothing is read, unless the checkpoint is quantised.
 
@@ -75,13 +74,13 @@ def load_model(
     config = _with_experts(config, names)
     is_tied = config.tied_embeddings
     config = replace(config, tied_embeddings=is_tied and not (has_head and has_embeddings))
-    packing = Packing(config, split, INTEGER_BITS.get(dtype))
+    packing = Packing(config, split, FLOAT8 if dtype == FLOAT8 else INTEGER_BITS.get(dtype))
     filling = Filling(config, split, compute_dtype(config.weights_dtype, device, dtype), device, packing)
     if config.tied_embeddings and has_head:
         filling.take_head_as_embeddings()
     num_bytes = sum(each.num_bytes for each in sizes if each.name not in left_out)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
-    with bar, _integer_errors(folder, dtype):
+    with bar, _quantising_errors(folder, dtype):
         for file_name, name, tensor in _read(files, left_out, config.scheme, split, bar):
             filling.put(file_name, name, tensor)
         weights = filling.finish(folder.name)
@@ -97,17 +96,19 @@ def load_model(
 
 
 @contextmanager
-def _integer_errors(folder: Path, dtype: DtypeChoice) -> Iterator[None]:
-    """Raises UnsupportedModelError where nothing multiplies integers of so many bits here, WeightsError for odd weights."""
+def _quantising_errors(folder: Path, dtype: DtypeChoice) -> Iterator[None]:
+    """Raises UnsupportedModelError where nothing multiplies numbers of so few bits here, WeightsError for odd weights."""
     try:
         yield
     except UnsupportedDeviceError:
-        if dtype not in INTEGER_BITS:
+        if dtype not in QUANTISED:
             raise
         supported = "the compiled kernels: the extra `cpu`, without --cpu-kernels torch"
+        if dtype == FLOAT8:
+            supported = "devices of compute capability 8.9 or later; int8 is for all"
         raise UnsupportedModelError("dtype", dtype, supported) from None
     except KernelArgumentError as error:
-        if dtype not in INTEGER_BITS:
+        if dtype not in QUANTISED:
             raise
         raise WeightsError(folder.name, f"--dtype {dtype}: {error.argument}s {error.problem}") from None
 
@@ -121,7 +122,7 @@ def _with_experts(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 
 def _tied_if_equal(weights: DecoderWeights, config: ModelConfig) -> tuple[DecoderWeights, ModelConfig]:
     """Tie the head to the embeddings, as the config does. Where the file has both and they differ, the file's head counts."""
-    assert not isinstance(weights.lm_head, IntegerWeight), "quantised when all are read"
+    assert isinstance(weights.lm_head, LinearWeight), "quantised when all are read"
     if torch.equal(weights.lm_head.data, weights.embed):
         return replace(weights, lm_head=LinearWeight(weights.embed)), replace(config, tied_embeddings=True)
     message = f"config.json ties {HEAD}weight to the embeddings, and the file has another one, which is used"

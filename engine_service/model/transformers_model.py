@@ -24,7 +24,7 @@ from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError, name_first
 from .checkpoint.text_part import TO_TEXT_NAMES, WHOLE, WRAPPER, read_text_config
 from .config import close_to, not_native
-from .dtype_name import INTEGER_BITS, DtypeChoice
+from .dtype_name import QUANTISED, DtypeChoice
 from .families.table import FAMILIES
 from .left_out import others_left_out
 from .loader import compute_dtype, log_left_out
@@ -159,7 +159,7 @@ def load_transformers_model(
             other logits on the paged arena than by itself.
         WeightsError: weights do not load or are missing.
     """
-    if dtype in INTEGER_BITS:
+    if dtype in QUANTISED:
         supported = f"the native families; {model_type} is computed by the transformers library"
         raise UnsupportedModelError("dtype", dtype, supported)
     try:

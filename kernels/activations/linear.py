@@ -20,6 +20,7 @@ from ..checks import on_cuda, require
 from ..cpu import compiled
 from ..cpu.products import RowBlocks, multiply
 from ..types import LinearWeight
+from .linear_float8 import Float8Weight, linear_float8
 from .linear_integers import IntegerWeight, linear_integers
 
 _OP = "linear"
@@ -70,8 +71,8 @@ def _is_block(blocks: RowBlocks, data: torch.Tensor, idx: int) -> bool:
     return torch.equal(found[: len(expected), : data.shape[1]], expected)
 
 
-def linear(x: torch.Tensor, weight: LinearWeight | IntegerWeight) -> torch.Tensor:
-    """Return x W^T + b, [..., out_features] for x [..., in_features]; with an IntegerWeight, as linear_integers does.
+def linear(x: torch.Tensor, weight: LinearWeight | IntegerWeight | Float8Weight) -> torch.Tensor:
+    """Return x W^T + b, [..., out_features] for x [..., in_features]; with weights of few bits, as the ops of those do.
 
     Raises:
         KernelArgumentError: shapes or dtypes that do not fit.
@@ -79,6 +80,8 @@ def linear(x: torch.Tensor, weight: LinearWeight | IntegerWeight) -> torch.Tenso
     """
     if isinstance(weight, IntegerWeight):
         return linear_integers(x, weight)
+    if isinstance(weight, Float8Weight):
+        return linear_float8(x, weight)
     on_cuda(_OP, x)
     fits = x.shape[-1] == weight.data.shape[1] and x.dtype == weight.data.dtype
     require(fits, _OP, "x", "{} {} does not fit {}", x.dtype, x.shape, weight.data.shape)

@@ -11,6 +11,7 @@ import triton.language as tl
 from ..quantised.formats import FP8
 from ..quantised.layout import QuantisedLayer
 from ..types import QuantisedSlots
+from .float8 import e4m3_bits
 from .sizes import power_of_2, warps_for
 
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)
@@ -20,18 +21,6 @@ _LEAST: tl.constexpr = tl.constexpr(1e-30)
 @triton.jit
 def _whole(x):
     return (x + _ROUND) - _ROUND
-
-
-@triton.jit
-def _e4m3(x):
-    """Bits of the nearest e4m3 of numbers that are 448 at most, ties to even."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0  # the sum's last bit is e4m3's smallest step
-    small = shifted.to(tl.int32, bitcast=True) - (141 << 23)
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
-    return sign | tl.where(magnitude < (121 << 23), small & 0x7F, normal)
 
 
 @triton.jit
@@ -110,8 +99,8 @@ def store_quantised_kernel(
         tl.store(ptrs, packed.to(tl.uint8), mask=live)
     elif FLOAT:
         a, b = tl.minimum(tl.maximum(a, -MOST), MOST), tl.minimum(tl.maximum(b, -MOST), MOST)
-        tl.store(ptrs, _e4m3(a).to(tl.uint8), mask=live)
-        tl.store(ptrs + HALF, _e4m3(b).to(tl.uint8), mask=live)
+        tl.store(ptrs, e4m3_bits(a).to(tl.uint8), mask=live)
+        tl.store(ptrs + HALF, e4m3_bits(b).to(tl.uint8), mask=live)
     else:
         tl.store(ptrs, (_whole(a).to(tl.int32) & 0xFF).to(tl.uint8), mask=live)
         tl.store(ptrs + HALF, (_whole(b).to(tl.int32) & 0xFF).to(tl.uint8), mask=live)

@@ -8,15 +8,18 @@ of the true next token.
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
+from kvkeeper.engine_service.model import loader
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.model.dtype_name import DtypeChoice
+from kvkeeper.engine_service.model.dtype_name import FLOAT8, DtypeChoice
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.engine_service.values.batch import Batch
@@ -24,7 +27,7 @@ from kvkeeper.kernels.cpu import compiled
 from tests.support.models import demo_corpus as corpus
 
 _PIECE, _CHUNK, _NUM_PIECES, _BLOCK_SIZE = 512, 128, 24, 16
-_WAYS = (("float32", True), ("int8", True), ("int4", True), ("bfloat16", False), ("bfloat16", True))
+_WAYS = (("float32", True), ("int8", True), ("int4", True), ("bfloat16", False), ("bfloat16", True), ("fp8", False))
 
 
 def figures() -> Iterator[dict[str, object]]:
@@ -64,7 +67,10 @@ def _pieces() -> list[np.ndarray]:
 def _logits(dtype: str, pieces: list[np.ndarray], *, is_compiled: bool) -> torch.Tensor:
     """float32 [pieces * (_PIECE - 1), vocab_size], of all tokens that have a next one."""
     compiled.switch(on=is_compiled)
-    model, _ = load_model(DEMO_MODEL_DIR, dtype=cast(DtypeChoice, dtype), progress=False)
+    with ExitStack() as stack:
+        if dtype == FLOAT8:  # which the engine has on a device alone
+            stack.enter_context(patch.object(loader, "compute_dtype", return_value=torch.bfloat16))
+        model, _ = load_model(DEMO_MODEL_DIR, dtype=cast(DtypeChoice, dtype), progress=False)
     layout = make_kv_layout(model.config, model.dtype, _BLOCK_SIZE)
     num_blocks = _PIECE // _BLOCK_SIZE
     memory = torch.zeros((1 + num_blocks) * layout.block_bytes, dtype=torch.uint8)

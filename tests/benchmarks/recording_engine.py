@@ -4,23 +4,24 @@ One line per forward pass: its tokens, and how many of them have logits.
 """
 
 import sys
-
-import torch
+from typing import Any
 
 from kvkeeper.engine_service.__main__ import main
+from kvkeeper.engine_service.compute.device.upload import Staged
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
+from kvkeeper.engine_service.compute.sampler import StepLogits
 from kvkeeper.engine_service.values.batch import Batch
 
 
 def _record(path: str) -> None:
-    forward = ModelRunner.forward
+    stage = ModelRunner.stage
     file = open(path, "w", buffering=1)  # noqa: SIM115  # as long as the process
 
-    def recording(runner: ModelRunner, batch: Batch) -> torch.Tensor:
+    def recording(runner: ModelRunner, batch: Batch, *how: Any) -> Staged[StepLogits]:
         file.write(f"{len(batch.token_ids)} {len(batch.logit_rows)}\n")
-        return forward(runner, batch)
+        return stage(runner, batch, *how)
 
-    ModelRunner.forward = recording  # type: ignore[assignment, method-assign]
+    ModelRunner.stage = recording  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A stand-in for the engine's client gives what a test says, or fails as it says.
 """
 
 import asyncio
+import codecs
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,6 +164,39 @@ async def test_a_thought_is_told_apart() -> None:
 
 
 # -- usage
+
+SPELLED = [  # by token; a thought begins where an answer does, and behind a call
+    b"<think>", b"\nwhy", b" not", b"</think>", b"\n\nYes, ", b"<think>", b"\xe2", b"\x82\xac", b"</think>",
+    b'<tool_call>{"name": "look", ', b'"arguments": {}}</tool_call>', b"<think>", b"so</think>", b"not",
+]  # fmt: skip
+
+
+class SpellingClient(Client):
+    """Its tokens are places in SPELLED."""
+
+    async def pieces(self, token_ids: Any) -> list[bytes]:
+        return [SPELLED[token] for token in token_ids]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_reasoning"), [(range(5), 2), (range(13), 3), ([4, 4], 0), ([0, 1], 1), ([0, 6, 7, 3, 4], 2)], ids=str
+)
+@pytest.mark.parametrize("in_each", [1, 3, 20])
+async def test_tokens_of_thoughts_are_counted(tokens: Sequence[int], num_reasoning: int, in_each: int) -> None:
+    tokens, whole = list(tokens), b"".join(SPELLED[token] for token in tokens).decode()
+    decoder, said = codecs.getincrementaldecoder("utf-8")(), []
+    for first in range(0, len(tokens), in_each):
+        some = tokens[first : first + in_each]
+        text = "".join(decoder.decode(SPELLED[token]) for token in some)
+        said.append(OutputChunk(0, text, tuple(some), "stop" if first + in_each >= len(tokens) else None))
+    assert "".join(each.text for each in said) == whole
+    for fields in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+        found = await post(Engines(SpellingClient(said)), "/v1/chat/completions", {**CHAT, **fields, "tools": TOOLS})
+        last = found.events[-2] if fields else found.json
+        assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    tool = {"type": "function", **TOOLS[0]["function"]}  # type: ignore[dict-item]
+    found = await post(Engines(SpellingClient(said)), "/v1/responses", {"input": "x", "max_output_tokens": 9, "tools": [tool]})
+    assert found.json["usage"]["output_tokens_details"] == {"reasoning_tokens": num_reasoning}
 
 
 async def test_each_event_counts_the_tokens_up_to_it_where_that_is_asked_for() -> None:

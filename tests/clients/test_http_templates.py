@@ -30,7 +30,7 @@ class Thinking(AskedEngine):
         return self.own
 
     async def pieces(self, token_ids: Any) -> list[bytes]:
-        return [{1: b"x<|im_start|>assistant\n", 2: b"<think>", 3: b"\n"}[token] for token in token_ids]
+        return [{1: b"x<|im_start|>assistant\n", 2: b"<think>", 3: b"\n"}.get(token, b"t") for token in token_ids]
 
 
 async def ask(engine: Engine, path: str, body: dict[str, Any]) -> list[Any]:

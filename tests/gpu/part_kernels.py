@@ -36,7 +36,7 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.types import CountedTensors
-from tests.gpu import family_kernels, integer_kernels, recurrent_kernels, stored_kernels
+from tests.gpu import family_kernels, float8_kernels, integer_kernels, recurrent_kernels, stored_kernels
 from tests.gpu.checks import Check, guarded
 from tests.gpu.kernel_cases import error, far_pool, locs_of, move_there_and_back
 from tests.gpu.kernel_workers import run_cases
@@ -138,6 +138,7 @@ def _cases(
     yield from family_kernels.cases(dtype, device)
     yield from recurrent_kernels.cases(dtype, device)
     yield from integer_kernels.cases(dtype, device)
+    yield from float8_kernels.cases(dtype, device)
     for group in (2, 8):  # heads of Gemma 4's full layers
         yield f"decode_d512_group{group}", partial(_attention, dtype, device, 512, 16, group=group)
         yield f"prefill_d512_group{group}", partial(_attention, dtype, device, 512, 16, group=group, queries=_QUERIES)

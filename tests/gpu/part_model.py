@@ -65,7 +65,7 @@ def run(is_dry: bool) -> Iterator[Check]:
         # Those of a graph of 48 rows, two rows of sixteen members and a rest among them.
         yield guarded("graph_shared_prefix", partial(_shared_prefix, model, shape, device, 3 if is_dry else 44))
         del model
-        for dtype in ("int8", "int4"):
+        for dtype in ("int8", "int4", "fp8"):
             yield from _integers(path, shape, device, dtype, sizes[:1] if is_dry else (1, 64))
         small = [dataclasses.replace(shape, name=f"{shape.name}-4", num_layers=4) for shape in (LLAMA_1B, QWEN3_06B)]
         for shape in (TINY,) if is_dry else small:
@@ -213,7 +213,7 @@ def _integers(path: Path, shape: Shape, device: str, dtype: DtypeChoice, sizes: 
     before, began = torch.cuda.memory_allocated() if device == "cuda" else 0, time.perf_counter()
     model, _ = load_model(path, device=device, dtype=dtype if device == "cuda" else "bfloat16", progress=False)
     figures = {"s": time.perf_counter() - began}
-    if device == "cuda":  # the head is an eighth more of bits, and the embeddings of 16 bits lie beside it
+    if device == "cuda":  # with integers the head is an eighth more of bits, and the embeddings of 16 bits lie beside it
         figures["mib"] = (torch.cuda.memory_allocated() - before) / 2**20
         figures["mib_while_loading"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     yield Check(f"load_{dtype}", None, figures)

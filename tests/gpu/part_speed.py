@@ -3,18 +3,15 @@
 Figures are reported beside their aims; none fails the run. A rehearsal takes tiny shapes on the CPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import cycle, product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvkeeper.kernels.activations.linear import linear
-from kvkeeper.kernels.activations.linear_integers import IntegerWeight, quantise_linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.attention.flashinfer_prefill import (
     FlashInferPlan,
@@ -33,7 +30,7 @@ from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, get_layer
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
-from kvkeeper.kernels.types import LinearWeight
+from tests.gpu import product_speed
 from tests.gpu.checks import Check, guarded
 from tests.gpu.stopwatch import Ceilings, Stopwatch
 
@@ -68,9 +65,7 @@ def run(is_dry: bool) -> Iterator[Check]:
         yield guarded(f"prefill_{seq_len}", partial(_prefill, watch, ceilings, seq_len))
     for measure in (_store, _copy, _norm, _swap):
         yield guarded(measure.__name__.removeprefix("_"), partial(measure, watch, ceilings))
-    of_bits: tuple[Literal[8, 4], ...] = (8, 4)
-    for bits, rows in product(of_bits, (2,) if is_dry else (1, 64)):
-        yield guarded(f"integers_int{bits}_{rows}", partial(_integers, watch, ceilings, bits, rows))
+    yield from product_speed.checks(watch, ceilings, is_dry)
     for rows in (2,) if is_dry else (1, 16, 128):
         for label, top_k, top_p in (("top_k_top_p", 40, 0.9), ("top_p", 0, 0.9), ("none", 0, 1.0)):
             yield guarded(f"sampling_{rows}_{label}", partial(_sampling, watch, rows, top_k, top_p, label))
@@ -391,28 +386,6 @@ def _swap(watch: Stopwatch, ceilings: Ceilings) -> Check:
 
         figures["both_ways_gb_s"] = 2 * num_blocks * block_bytes / watch.seconds(both, runs=5) / 1e9
     return Check("swap", None, figures, "aim: 0.90 of a plain copy")
-
-
-def _integers(watch: Stopwatch, ceilings: Ceilings, bits: Literal[8, 4], rows: int) -> Check:
-    """A product with weights of few bits, and in bfloat16; several in turn, so that none stays in a cache."""
-    shape = (4096, 14_336) if watch.device == "cuda" else (64, 128)
-    dense = [LinearWeight(make_random(watch, *shape)) for _ in range(5)]
-    x, few, num_bytes = make_random(watch, rows, shape[1]), list[LinearWeight | IntegerWeight](dense), shape[0] * shape[1] * 2
-    if watch.device == "cuda":
-        made = [quantise_linear(each, bits) for each in dense]
-        few, num_bytes = [*made], sum(each.nbytes for each in made[0].blocks[1:] if isinstance(each, torch.Tensor))
-
-    def multiply(weights: Sequence[LinearWeight | IntegerWeight]) -> float:
-        turn = cycle(weights)
-        return watch.in_graph(lambda: linear(x, next(turn)))
-
-    seconds, in_16_bits = multiply(few), multiply(dense)
-    figures = {
-        "graph_us": seconds * 1e6,
-        "of_read_bandwidth": num_bytes / seconds / ceilings.read,
-        "times_bfloat16": in_16_bits / seconds,
-    }
-    return Check(f"integers_int{bits}_{rows}", None, figures, "aim: 0.6 of reading")
 
 
 def _sampling(watch: Stopwatch, rows: int, top_k: int, top_p: float, label: str) -> Check:

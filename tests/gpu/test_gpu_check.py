@@ -98,9 +98,11 @@ def test_kernels_and_a_models_steps_are_rehearsed_without_a_device() -> None:
             {
                 "decode_shared_prefix",
                 "experts_int4_few",
+                "float8_16",
                 "integers_int8_far",
                 "latent_decode_far",
                 "latent_prefill_short_suffix",
+                "quantise_rows_far",
                 "rotary_store_kv_far",
                 "store_latent_far",
                 "stored_decode_shared_prefix_int4",
@@ -113,6 +115,7 @@ def test_kernels_and_a_models_steps_are_rehearsed_without_a_device() -> None:
             {
                 "logits_deepseek_v3",
                 "graph_gpt_oss",
+                "graph_logits_fp8_1",
                 "graph_logits_int4_1",
                 "graph_penalised_4",
                 "graph_shared_prefix",

@@ -5,36 +5,40 @@ rotated together come to lie half a head apart, and projections are packed as th
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from kvkeeper.kernels.activations.linear import pack_linear
+from kvkeeper.kernels.activations.linear_float8 import fits_float8, quantise_float8
 from kvkeeper.kernels.activations.linear_integers import quantise_linear
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from kvkeeper.kernels.types import LinearWeight
 
 from ..config import ModelConfig
 from ..decoder import DecoderWeights, LayerWeights
+from ..dtype_name import FLOAT8
 from ..experts import ExpertWeights, MlpWeights, Weight
 from ..rotary_table import rotated_order
 from ..split import Split, config_of_rank
 
-_HEAD_BITS: Literal[8] = 8  # of the product with the vocabulary, whatever the layers have: it says which token is likeliest
+Numbers = Literal[8, 4, "fp8"]  # bits of integers, or 8-bit floats
+# Of the product with the vocabulary, which says which token is likeliest: 8 bits for any integers, and beside floats its own.
+_OF_HEAD: Mapping[Numbers | None, Numbers | None] = {8: 8, 4: 8, FLOAT8: None, None: None}
 
 
 class Packing:
-    """How the weights of a rank are finished. bits: of the integers that projections multiply; None: they stay as they are.
+    """How the weights of a rank are finished. numbers: what projections multiply; None: they stay as they are.
 
     Its methods raise KernelArgumentError for weights that cannot be quantised, and UnsupportedDeviceError where nothing
-    multiplies such integers.
+    multiplies such numbers.
     """
 
-    def __init__(self, config: ModelConfig, split: Split, bits: Literal[8, 4] | None) -> None:
+    def __init__(self, config: ModelConfig, split: Split, numbers: Numbers | None) -> None:
         """config: of the whole model. Raises UnsupportedModelError where it cannot be split so."""
-        self._config, self._split, self._bits = config_of_rank(config, split), split, bits
+        self._config, self._split, self._numbers = config_of_rank(config, split), split, numbers
 
     def finish_layer(self, layer: LayerWeights) -> LayerWeights:
         """A layer whose tensors are all read. Its dense projections are not needed any more."""
@@ -45,7 +49,7 @@ class Packing:
             for bias in _biases_added_up(layer):
                 bias.zero_()
         _pair_rotated(self._config, layer)
-        return _pack_layer(layer, partial(self._pack, bits=self._bits))
+        return _pack_layer(layer, partial(self._pack, numbers=self._numbers))
 
     def finish_rest(self, weights: DecoderWeights) -> DecoderWeights:
         """The same of what is no layer's."""
@@ -54,13 +58,17 @@ class Packing:
         inputs = weights.inputs
         return dataclasses.replace(
             weights,
-            lm_head=self._pack(weights.lm_head, None if self._bits is None else _HEAD_BITS),
-            inputs=None if inputs is None else inputs.packed(partial(self._pack, bits=self._bits)),
+            lm_head=self._pack(weights.lm_head, _OF_HEAD[self._numbers]),
+            inputs=None if inputs is None else inputs.packed(partial(self._pack, numbers=self._numbers)),
         )
 
-    def _pack(self, weight: Weight, bits: Literal[8, 4] | None) -> Weight:
+    def _pack(self, weight: Weight, numbers: Numbers | None) -> Weight:
         assert isinstance(weight, LinearWeight), "a weight is packed once"
-        return pack_linear(weight) if bits is None else quantise_linear(weight, bits)
+        if numbers == FLOAT8 and weight.data.dim() > 2:
+            numbers = 8  # of experts, whose rows are multiplied in groups
+        if numbers == FLOAT8:
+            return quantise_float8(weight) if fits_float8(weight) else pack_linear(weight)
+        return pack_linear(weight) if numbers is None else quantise_linear(weight, numbers)
 
 
 def _pack_layer(layer: LayerWeights, pack: Callable[[Weight], Weight]) -> LayerWeights:

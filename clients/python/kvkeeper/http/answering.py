@@ -60,6 +60,9 @@ class Writer(Protocol):
     def further(self, pieces: Pieces) -> dict[str, Any]:
         """Fields of the answer beside its choices."""
 
+    async def usage_details(self, engine: Engine) -> dict[str, Any]:
+        """Further counts of tokens, of all that was written. Raises KvkeeperError."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -124,7 +127,8 @@ async def whole(work: Work) -> dict[str, Any]:
         chunk = merged(chunks)
         pieces = await work.spell(chunk)
         choices.append({"index": work.index(place, chunk), **work.writer.whole(place, chunk, pieces)})
-    return {**work.envelope(work.writer.kind), "choices": choices, "usage": _usage(work, usages), **work.writer.further(pieces)}
+    usage = await _usage(work, usages)
+    return {**work.envelope(work.writer.kind), "choices": choices, "usage": usage, **work.writer.further(pieces)}
 
 
 def merged(chunks: Sequence[OutputChunk]) -> OutputChunk:
@@ -159,7 +163,7 @@ async def stream(work: Work) -> AsyncGenerator[bytes, None]:
             part = work.writer.part(place, chunk, await work.spell(chunk))
             if part is not None:
                 yield b'%b,"choices":[%b]%b' % (head, to_json({"index": index, **part}), _END)
-    yield (event(envelope | {"choices": [], "usage": _usage(work, usages)}) if with_usage else b"") + DONE
+    yield (event(envelope | {"choices": [], "usage": await _usage(work, usages)}) if with_usage else b"") + DONE
 
 
 def event(value: Mapping[str, Any]) -> bytes:
@@ -168,9 +172,14 @@ def event(value: Mapping[str, Any]) -> bytes:
     return name + b"data: " + to_json(value)[:-1] + _END
 
 
-def _usage(work: Work, usages: Sequence[Usage]) -> dict[str, Any]:
+async def _usage(work: Work, usages: Sequence[Usage]) -> dict[str, Any]:
+    """Raises HttpError."""
     counts = _counts(work, sum(usage.prompt_tokens for usage in usages), sum(usage.new_tokens for usage in usages))
-    return counts | {"prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)}}
+    try:
+        details = await work.writer.usage_details(work.engine)
+    except KvkeeperError as error:
+        raise work.asked[0].failure(error) from None
+    return counts | {"prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)}} | details
 
 
 def _counts(work: Work, num_prompt: int, num_new: int) -> dict[str, Any]:

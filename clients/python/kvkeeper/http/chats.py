@@ -12,7 +12,7 @@ from kvkeeper.http.engines import Engine
 from kvkeeper.http.errors import refused
 from kvkeeper.http.fields import ChatRequest, NamedTool, read
 from kvkeeper.http.responses import CallArguments, CallStart, Content, Piece, Reader, Reasoning
-from kvkeeper.http.tokens import Pieces, chat_logprobs, prompt_logprobs
+from kvkeeper.http.tokens import Pieces, chat_logprobs, num_tokens_of, prompt_logprobs
 
 _NUM_LAST = 16  # tokens of a prompt: more than any marker has
 _REASONS = {"length": "length", "stop": "stop", "end_of_sequence": "stop", None: None}
@@ -106,6 +106,9 @@ class ChatWriter:
         self._begun: set[int] = set()  # continuations of which something was sent
         self._calling: set[int] = set()  # those that called a tool
         self._of_prompt: OutputChunk | None = None
+        self._tokens: list[list[int]] = [[] for _ in readers]
+        self._thoughts: list[list[str]] = [[] for _ in readers]
+        self._thinking: set[int] = set()  # continuations that said a thought last
 
     @property
     def has_called(self) -> bool:
@@ -148,7 +151,32 @@ class ChatWriter:
             pieces = [piece for piece in pieces if not isinstance(piece, CallStart | CallArguments) or piece.index == 0]
         if any(isinstance(piece, CallStart) for piece in pieces):
             self._calling.add(chunk.index)
+        self._note_thoughts(chunk, pieces)
         return pieces
+
+    def _note_thoughts(self, chunk: OutputChunk, pieces: Sequence[Piece]) -> None:
+        index, thoughts = chunk.index, self._thoughts[chunk.index]
+        self._tokens[index].extend(chunk.token_ids)
+        for piece in pieces:
+            if not isinstance(piece, Reasoning):
+                self._thinking.discard(index)
+            elif index in self._thinking:
+                thoughts[-1] += piece.text
+            else:
+                self._thinking.add(index)
+                thoughts.append(piece.text)
+
+    async def num_reasoning(self, engine: Engine) -> int:
+        """How many tokens were thoughts, of all that was read. Raises KvkeeperError."""
+        num_tokens = 0
+        for tokens, thoughts in zip(self._tokens, self._thoughts, strict=True):
+            if thoughts:
+                pieces = await engine.spell(tokens)
+                num_tokens += num_tokens_of(thoughts, [pieces[token] for token in tokens])
+        return num_tokens
+
+    async def usage_details(self, engine: Engine) -> dict[str, Any]:
+        return {"completion_tokens_details": {"reasoning_tokens": await self.num_reasoning(engine)}}
 
     def _beside(self, chunk: OutputChunk, pieces: Pieces) -> dict[str, Any]:
         """The choice without what was said. A call that was cut has the reason of the length."""

@@ -111,3 +111,6 @@ class _Writer:
 
     def further(self, pieces: Pieces) -> dict[str, Any]:
         return {}
+
+    async def usage_details(self, engine: Engine) -> dict[str, Any]:
+        return {}

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeeper.client import Usage
+from kvkeeper.client import KvkeeperError, Usage
 from kvkeeper.http.answering import Work, event, read_chunks
 from kvkeeper.http.calls import Call
 from kvkeeper.http.chats import ChatWriter, prepare
@@ -74,7 +74,11 @@ class Reply:
                     status = "incomplete" if reason == "length" else "completed"
                     for each in self._close(status):
                         yield each
-                    yield {"type": f"response.{status}", "response": self._response(status, chunk)}
+                    try:
+                        counts = _usage(chunk, await self.writer.num_reasoning(self.work.engine))
+                    except KvkeeperError as error:
+                        raise self.work.asked[0].failure(error) from None
+                    yield {"type": f"response.{status}", "response": self._response(status, counts)}
                     continue
                 reason = chunk.finish_reason or reason
                 logprobs = chat_logprobs(chunk.logprobs, await self.work.spell(chunk))["content"]
@@ -140,7 +144,7 @@ class Reply:
         about = {} if "item" in fields else {"item_id": self.output[-1]["id"]}
         return {"type": f"response.{kind}", "output_index": len(self.output) - 1, **about, **fields}
 
-    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+    def _response(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
         request, model = self.request.model_dump(by_alias=True), self.work.engine.model.model_id
         same = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p")
         return {
@@ -150,7 +154,7 @@ class Reply:
             "parallel_tool_calls": request["parallel_tool_calls"] is not False, "tool_choice": request["tool_choice"] or "auto",
             "tools": request["tools"] or [], "previous_response_id": None, "store": False, "truncation": "disabled",
             "metadata": {}, "output": [_copy(item) for item in self.output],
-            "usage": None if usage is None else _usage(usage),
+            "usage": usage,
         }  # fmt: skip
 
 
@@ -158,11 +162,11 @@ def _copy(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.new_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": usage.prompt_tokens + usage.new_tokens,
     }

@@ -5,7 +5,9 @@ A token is shown as its text; one that is a part of a character alone has U+FFFD
 """
 
 import codecs
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from kvkeeper.client import TokenLogprobs
@@ -33,6 +35,20 @@ def chat_logprobs(positions: Sequence[TokenLogprobs], pieces: Pieces) -> dict[st
 def _token(token_id: int, logprob: float, pieces: Pieces) -> dict[str, Any]:
     raw = pieces[token_id]
     return {"token": raw.decode(errors="replace"), "logprob": max(logprob, _LEAST), "bytes": list(raw)}
+
+
+def num_tokens_of(texts: Sequence[str], spelled: Sequence[bytes]) -> int:
+    """How many tokens have a part in some texts, which come one behind the other in what all the tokens spell."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    parts = [decoder.decode(piece) for piece in spelled]
+    begins = [0, *accumulate(map(len, parts))][:-1]
+    ends = [begin + max(len(part), 1) for begin, part in zip(begins, parts, strict=True)]  # a part of a character lies in it
+    whole, place, num_tokens = "".join(parts), 0, 0
+    for text in texts:
+        if (first := whole.find(text, place)) >= 0:
+            place = first + len(text)
+            num_tokens += bisect_left(begins, place) - bisect_right(ends, first)
+    return num_tokens
 
 
 class CompletionLogprobs:

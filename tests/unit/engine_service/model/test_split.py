@@ -9,6 +9,7 @@ import torch
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.model import loader
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError, WeightsError
 from kvkeeper.engine_service.model.checkpoint.safetensors_files import StoredTensor
 from kvkeeper.engine_service.model.config import read_model_config
@@ -96,10 +97,12 @@ def kernels():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_weights_of_integers_are_split_too(tmp_path, bits):
-    """Each rank has groups of its own of what is cut by its inputs, so that the error is about one rank's."""
-    folder = build_model_folder(tmp_path, tiny_model("llama"))
+@pytest.mark.parametrize(("bits", "vocab"), [("int8", VOCAB), ("int4", VOCAB), ("fp8", VOCAB), ("int8", ODD), ("fp8", ODD)])
+def test_weights_of_few_bits_are_split_too(tmp_path, bits, vocab, monkeypatch):
+    """Each rank has groups or scales of its own of what is cut by its inputs, so that the error is about one rank's."""
+    if bits == "fp8":  # which the engine has on a device alone
+        monkeypatch.setattr(loader, "compute_dtype", lambda *given, **options: torch.float32)
+    folder = build_model_folder(tmp_path, with_vocabulary("llama", vocab))
     cases = [NumericsCase(random_tokens(30))]
     reference = reference_logits(folder, cases)
     whole, _ = load_model(folder, dtype=bits, progress=False)

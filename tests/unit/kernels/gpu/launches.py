@@ -11,6 +11,7 @@ from kvkeeper.engine_service.model.chunked import decode_in_chunks
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
 from kvkeeper.kernels.activations.linear import linear
+from kvkeeper.kernels.activations.linear_float8 import quantise_rows
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
@@ -327,8 +328,10 @@ for bits in (8, 4):
     for num_rows in (1, 64, 4096):
         _add(f"integers int{bits} of {num_rows} rows bf16", _integers, num_rows, bits, torch.bfloat16)
     for num_rows in (64, 32768):
-        _add(f"experts int{bits} of {num_rows} rows bf16", _group_integers, num_rows, bits, torch.bfloat16)
+        _add(f"experts of integers int{bits} of {num_rows} rows bf16", _group_integers, num_rows, bits, torch.bfloat16)
 _add("integers int4 of 1 rows fp16", _integers, 1, 4, torch.float16)
+for length in (1024, 4096, 28672):
+    _add(f"quantise rows of {length} bf16", lambda length=length: quantise_rows(nowhere(64, length)))
 _LATENTS = ((128, 512, 64, "bf16"), (16, 512, 64, "bf16"), (40, 256, 32, "bf16"), (128, 512, 64, "fp16"))
 for num_heads, latent, rope, label in _LATENTS[:3]:
     options = {"num_seqs": 1, "num_queries": 17}
@@ -349,6 +352,7 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
                     for n in (1, 2, 16) for t in (17, 64, 999, 4096) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
     "integers": (3, [partial(_integers, n, 4, torch.bfloat16) for n in (1, 4, 16, 500, 700, 5000)]),
+    "quantise rows": (1, [lambda n=n: quantise_rows(nowhere(n, 4096)) for n in (1, 7, 16, 4096)]),
     "experts of integers": (2, [partial(_group_integers, n, 8, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
     "latents": (7, [partial(_latent, 128, 512, 64, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),

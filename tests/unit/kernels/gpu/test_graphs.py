@@ -12,8 +12,10 @@ from kvkeeper.engine_service.compute.graphs.graphed_steps import StepShape, capt
 from kvkeeper.engine_service.compute.graphs.step_sizes import graph_sizes
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.stored_model import kv_groups
+from kvkeeper.engine_service.model import loader
 from kvkeeper.engine_service.model.layer_groups import find_places, group_layers
 from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.kernels.activations.linear_float8 import Float8Weight
 from tests.support.models.tiny_models import build_model_folder, tiny_model
 from tests.support.slices import todays
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory
@@ -27,6 +29,7 @@ from tests.unit.kernels.gpu.captured import (
     LLAMA4,
     MOST_ROWS,
     NUM_BLOCKS,
+    QWEN3,
     all_claim_to_be_on_cuda,
     drawn_by,
     in_groups,
@@ -39,7 +42,7 @@ from tests.unit.kernels.gpu.captured import (
     ready_cold,
     rows,
 )
-from tests.unit.kernels.gpu.pretend import on_cuda
+from tests.unit.kernels.gpu.pretend import on_cuda, pretend_weights_on_cuda
 
 __all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.in_turn]
@@ -98,6 +101,24 @@ def test_groups_of_several_shapes_have_the_same_logits_with_graphs_and_without(t
         found, expected = captured.forward(batch), without.forward(batch)
         assert captured.graphed.num_replays == replays
         torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
+
+
+def test_products_of_8_bit_floats_are_captured(tmp_path, monkeypatch):
+    """A row is rounded by what is in it, on the device: a replay with other rows gives their logits."""
+    monkeypatch.setattr(loader, "compute_dtype", lambda *given, **options: torch.float32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    pretend_weights_on_cuda(monkeypatch)
+    model = load_model(build_model_folder(tmp_path, QWEN3), dtype="fp8", progress=False)[0]
+    assert isinstance(model._layers[0].qkv, Float8Weight)
+    graphs = RecordedGraphs()
+    captured, without = ready(model, graphs)[0], make_runner(model)[0]
+    for runner in (captured, without):
+        prompts(runner)
+    assert "quantise_rows_kernel" in graphs.graphs[0].kernels
+    for replays, seqs in enumerate(([0], [6, 7], [7, 2, 5, 1]), 1):
+        found, expected = (plain(runner.forward(rows(seqs))) for runner in (captured, without))
+        assert captured.graphed.num_replays == replays
+        assert float((found - expected).norm() / expected.norm()) < 1e-3  # a sum in another order may be rounded otherwise
 
 
 def test_a_sequence_goes_on_from_replay_to_replay(model):

@@ -24,9 +24,9 @@ CASES = [(name, dtype) for name in ("llama", "qwen3", "gpt_oss", "qwen3_moe") fo
 class Restored(Packing):
     """Dense weights on the CPU: those that integers on a device stand for."""
 
-    def _pack(self, weight, bits):
+    def _pack(self, weight, numbers):
         bias = None if weight.bias is None else on_cuda(weight.bias)[0]
-        found = reference.restore_integers(quantise_linear(LinearWeight(*on_cuda(weight.data), bias), bits))
+        found = reference.restore_integers(quantise_linear(LinearWeight(*on_cuda(weight.data), bias), numbers))
         return LinearWeight(found.data.float(), weight.bias)
 
 

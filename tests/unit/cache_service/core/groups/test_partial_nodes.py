@@ -148,13 +148,18 @@ def test_eight_turns_of_a_conversation_compute_what_is_new() -> None:
         assert (stats.num_partial_hits, stats.num_partial_nodes) == ((4, 4) if takes_partial else (0, 0))
 
 
-@pytest.mark.parametrize("reserved", [10, 11])
-def test_nothing_is_kept_of_a_sequence_that_a_step_may_have_taken_further(reserved: int) -> None:
-    pool = _pool(group_spans=_STATES)
+@pytest.mark.parametrize("reserved", [10, 11, 14])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("spans", [(WHOLE,), _STATES], ids=["dense", "states"])
+def test_nothing_is_kept_of_a_sequence_that_a_step_may_have_taken_further(
+    spans: tuple[ReadSpan, ...], lag: int, reserved: int
+) -> None:
+    """Whether that step has completed or not; slots may reach into a further block."""
+    pool = _pool(group_spans=spans)
     pool.prefill(1, list(range(10)))
     if reserved > 10:
         pool.step(commits=[(1, 10, [10])], reserves=[(1, reserved, reserved)])
-    pool.step(lag=1, releases=[1])
+    pool.step(lag=lag, releases=[1])
     assert len(pool.manager.state.index.partials) == (reserved == 10)
 
 
