@@ -63,7 +63,7 @@ def _attend_keys(common_at, own_at, num_heads, queries, size, keys_at, layout, t
     """
     num_queries, queries_at, next_bytes = queries
     side_bytes, head_bytes, own_bytes = layout[1], size * NUM_BYTES, count_own(num_queries, size) * 4
-    scores_at, query_list = common_at, int64s_at(queries_at, num_queries)
+    scores_at, num_words = common_at, size // _PER_WORD
     list_at, next_at = common_at + num_queries * TILE * 4, common_at + (num_queries + 2) * TILE * 4
     if first < last:
         _list_keys(list_at, keys_at, layout, table, first, min(first + TILE, last))
@@ -75,9 +75,8 @@ def _attend_keys(common_at, own_at, num_heads, queries, size, keys_at, layout, t
         for head in range(num_heads):
             for key in range(0, count, LANES):
                 _prefetch(list_at, key, min(key + LANES, count), side_bytes, head_bytes)
-                for query in range(num_queries):
-                    to = scores_at + (query * TILE + key) * 4
-                    _score_keys(query_list[query] + head * next_bytes, list_at + key * 8, size // _PER_WORD, to)
+                to = scores_at + key * 4
+                _score_keys(queries_at, head * next_bytes, num_queries, list_at + key * 8, num_words, to, TILE * 4)
             weigh_scores(scores_at, own_at + head * own_bytes, num_queries, size, begin, count, scale, cap, seen)
             for key in range(0, count, LANES):
                 keys = min(LANES, count - key)

@@ -120,8 +120,9 @@ def weigh_scores(scores_at, own_at, num_queries, size, begin, count, scale, cap,
     for query in range(num_queries):
         scores, before = floats_at(scores_at + query * TILE * 4, count), states[query]
         _scale(scores, scale, cap)
-        if seen[2] > 0:
-            _hide(scores, begin, seen[0] + query // seen[1], seen[2])
+        position = seen[0] + query // seen[1]
+        if seen[2] > 0 and (begin + count - 1 > position or begin <= position - seen[2]):
+            _hide(scores, begin, position, seen[2])
         highest, total = _exponentials(scores, before)
         if highest > before:
             factor = exp(before - highest)

@@ -5,7 +5,7 @@ LANES vectors of partial sums, which are folded into one vector of scores. What 
 beside it. See tiles.py for the rest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -68,23 +68,40 @@ def _load_some(builder: Any, vectors: Floats, address: Any, mask: Any, element: 
 
 
 def _fold(builder: Any, sums: list[Any]) -> Any:
-    """One vector with the sum of each of LANES vectors in its own lane."""
+    """One vector with the sum of each of LANES vectors in its own lane.
+
+    Lanes are added within quarters of a wide vector first, where one instruction takes lanes of two vectors.
+    """
     lanes = ir.VectorType(INT, LANES)
     while len(sums) > 1:
+        is_within = len(sums) * 4 > LANES
+        size = 1 if is_within else 4
         folded = []
         for first, second in zip(sums[::2], sums[1::2], strict=True):
-            places = ([2 * lane + odd for lane in range(LANES)] for odd in (0, 1))
-            halves = [builder.shuffle_vector(first, second, ir.Constant(lanes, each)) for each in places]
+            halves = [builder.shuffle_vector(first, second, ir.Constant(lanes, each)) for each in _halves(size, is_within)]
             folded.append(builder.fadd(*halves))
         sums = folded
     return sums[0]
 
 
+def _halves(size: int, is_within: bool) -> Iterator[list[int]]:
+    """The even, and the odd, of runs of `size` lanes of two vectors, in order; if is_within, four lanes by four of both."""
+    for odd in (0, 1):
+        runs = [run for run in range(2 * LANES // size) if run % 2 == odd]
+        if is_within:
+            runs.sort(key=lambda run: (run % LANES // 4, run // LANES))
+        yield [run * size + lane for run in runs for lane in range(size)]
+
+
 def _emit_scores(builder: Any, arguments: Sequence[Any], kind: str) -> None:
-    query_at, list_at, num_words, out_at = arguments
+    queries_at, offset, num_queries, list_at, num_words, out_at, out_stride = arguments
     vectors = Floats(builder, kind)
     keys = [builder.load(_at(builder, builder.add(list_at, LONG(8 * key)), LONG)) for key in range(LANES)]
     num_whole = builder.and_(num_words, LONG(-LANES))
+    mask, has_rest = _make_mask(builder, builder.sub(num_words, num_whole)), builder.icmp_signed("<", num_whole, num_words)
+    each = Loop(builder, num_queries, 1, [])
+    query_at = builder.load(_at(builder, builder.add(queries_at, builder.shl(each.idx, LONG(3))), LONG))
+    query_at, to = builder.add(query_at, offset), builder.add(out_at, builder.mul(out_stride, each.idx))
 
     def add(sums: Sequence[Any], load: Callable[[Any], Any], offset: Any) -> list[Any]:
         query = load(builder.add(query_at, offset))
@@ -99,11 +116,10 @@ def _emit_scores(builder: Any, arguments: Sequence[Any], kind: str) -> None:
 
     loop = Loop(builder, num_whole, LANES, [vectors.zero] * LANES)
     sums = loop.end(add(loop.values, load_whole, builder.shl(loop.idx, LONG(2))))
-    mask = _make_mask(builder, builder.sub(num_words, num_whole))
-    has_rest = builder.icmp_signed("<", num_whole, num_words)
     rest = Loop(builder, builder.zext(has_rest, LONG), 1, sums)
     found = rest.end(add(rest.values, load_some, builder.shl(num_whole, LONG(2))))
-    builder.store(_fold(builder, found), _at(builder, out_at, vectors.floats), align=4)
+    builder.store(_fold(builder, found), _at(builder, to, vectors.floats), align=4)
+    each.end()
 
 
 def _emit_sums(builder: Any, arguments: Sequence[Any], kind: str, rows: int, count: int) -> None:
@@ -143,18 +159,19 @@ def _emit_all_sums(builder: Any, arguments: Sequence[Any], kind: str) -> None:
 
 
 def make_scores(kind: str) -> Any:
-    """The intrinsic score_keys(query_at, list_at, num_words, out_at), which scores LANES keys for one query.
+    """The intrinsic score_keys(queries_at, offset, num_queries, list_at, num_words, out_at, out_stride): LANES keys' scores.
 
-    list_at: addresses of the keys. num_words: of four bytes, of a head. out: float32 [LANES].
+    queries_at: addresses, behind each of which a query lies at an offset. list_at: addresses of the keys. num_words: of four
+    bytes, of a head. out: float32 [queries, LANES], a query's at a stride of bytes.
     """
 
     @intrinsic
-    def score_keys(typing_context: Any, query_at: Any, list_at: Any, num_words: Any, out_at: Any) -> Any:
+    def score_keys(typing_context, queries_at, offset, num_queries, list_at, num_words, out_at, out_stride):
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             call_outlined(builder, f"kvkeeper_scores_{kind}", partial(_emit_scores, kind=kind), arguments)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4), generate
+        return types.void(*[types.int64] * 7), generate
 
     return score_keys
 

@@ -229,7 +229,7 @@ def attend_decode(data):
     values_at, lists = keys_at + TILE * elements * 4, np.empty(2 * TILE, np.int64)
     for key in range(2 * TILE):
         lists[key] = keys_at + key * elements * 4  # values behind keys
-    list_at = lists.ctypes.data
+    list_at, queries = lists.ctypes.data, np.empty(group, np.int64)
     for seq in range(num_seqs):
         length = np.int64(lens[seq])
         start, count = max(np.int64(0), length - window), (length + block_size - 1) // block_size
@@ -244,7 +244,8 @@ def attend_decode(data):
             if logits_at != 0:
                 logits_of_head = logits_at + head * group * 4
             begin_queries(own_at, group, size, group, logits_of_head)
-            query_at = q_at + (seq * q_stride + head * group * size) * 4
+            for query in range(group):
+                queries[query] = q_at + (seq * q_stride + (head * group + query) * size) * 4
             for first in range(start, length, TILE):
                 last = min(first + TILE, length)
                 for position in range(first, last):
@@ -261,10 +262,9 @@ def attend_decode(data):
                             block_at = layer_at + np.int64(table[index]) * block_stride + side * side_bytes
                             _read_head(to, block_at, elements_bytes, offset * num_kv_heads + head, size, row_bytes)
                 keys = last - first
-                for query in range(group):
-                    for key in range(0, keys, LANES):
-                        to = scores_at + (query * TILE + key) * 4
-                        _score_keys(query_at + query * size * 4, list_at + key * 8, size, to)
+                for key in range(0, keys, LANES):
+                    to = scores_at + key * 4
+                    _score_keys(queries.ctypes.data, 0, group, list_at + key * 8, size, to, TILE * 4)
                 weigh_scores(scores_at, own_at, group, size, first, keys, scale, cap, SEE_ALL)
                 _add_values(own_at, elements * 4, scores_at, TILE * 4, list_at + TILE * 8, keys, group, size)
             for query in range(group):
@@ -278,6 +278,7 @@ def attend_decode(data):
                         out[i] = np.float32(0)
     keep(space)
     keep(lists)
+    keep(queries)
 
 
 @_kernel_of_format

@@ -12,7 +12,7 @@ from kvkeeper.http.engines import Engine
 from kvkeeper.http.errors import refused
 from kvkeeper.http.fields import ChatRequest, NamedTool, read
 from kvkeeper.http.responses import CallArguments, CallStart, Content, Piece, Reader, Reasoning
-from kvkeeper.http.tokens import Pieces, chat_logprobs, num_tokens_of, prompt_logprobs
+from kvkeeper.http.tokens import Pieces, chat_logprobs, count_tokens_within, prompt_logprobs
 
 _NUM_LAST = 16  # tokens of a prompt: more than any marker has
 _REASONS = {"length": "length", "stop": "stop", "end_of_sequence": "stop", None: None}
@@ -172,7 +172,7 @@ class ChatWriter:
         for tokens, thoughts in zip(self._tokens, self._thoughts, strict=True):
             if thoughts:
                 pieces = await engine.spell(tokens)
-                num_tokens += num_tokens_of(thoughts, [pieces[token] for token in tokens])
+                num_tokens += count_tokens_within(thoughts, [pieces[token] for token in tokens])
         return num_tokens
 
     async def usage_details(self, engine: Engine) -> dict[str, Any]:

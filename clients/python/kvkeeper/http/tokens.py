@@ -37,7 +37,7 @@ def _token(token_id: int, logprob: float, pieces: Pieces) -> dict[str, Any]:
     return {"token": raw.decode(errors="replace"), "logprob": max(logprob, _LEAST), "bytes": list(raw)}
 
 
-def num_tokens_of(texts: Sequence[str], spelled: Sequence[bytes]) -> int:
+def count_tokens_within(texts: Sequence[str], spelled: Sequence[bytes]) -> int:
     """How many tokens have a part in some texts, which come one behind the other in what all the tokens spell."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     parts = [decoder.decode(piece) for piece in spelled]
