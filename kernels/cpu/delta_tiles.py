@@ -5,6 +5,7 @@ that there are twice as many sums and none waits for the one before; they are ad
 tile, so that it does not show where a run of tokens was cut.
 """
 
+from functools import partial
 from typing import Any, Final
 
 from llvmlite import ir
@@ -39,14 +40,25 @@ def pass_tile(typing_context, tile_at, num_keys, decay, k_at, delta_at, next_k_a
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        call_outlined(builder, "kvkeeper_delta_tile", _emit, arguments)
+        call_outlined(builder, "kvkeeper_delta_tile", partial(_emit, has_many=False), arguments)
         return context.get_dummy_value()
 
     long = types.int64
     return types.void(long, long, types.float32, *[long] * 6), generate
 
 
-def _emit(builder: Any, arguments: Any) -> None:
+@intrinsic
+def pass_tile_of_channels(typing_context, tile_at, num_keys, decays_at, k_at, delta_at, next_k_at, next_q_at, held_at, made_at):
+    """The same with a decay of its own for each row, [num_keys] by its address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        call_outlined(builder, "kvkeeper_delta_tile_of_channels", partial(_emit, has_many=True), arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), generate
+
+
+def _emit(builder: Any, arguments: Any, has_many: bool) -> None:
     """The whole pass; leaves the builder at its end."""
     tile_at, num_keys, decay, k_at, delta_at, next_k_at, next_q_at, held_at, made_at = arguments
     of = Floats(builder, FLOAT32)
@@ -58,7 +70,7 @@ def _emit(builder: Any, arguments: Any) -> None:
     def spread_at(address: Any, offset: Any) -> Any:
         return of.spread_float(builder.load(builder.inttoptr(builder.add(address, offset), _FLOAT.as_pointer()), align=4))
 
-    decays = of.spread_float(decay)
+    decays = None if has_many else of.spread_float(decay)
     deltas = [builder.load(vector_at(delta_at, number), align=4) for number in range(MOST_VECTORS)]
     before, step, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(step)
@@ -71,9 +83,10 @@ def _emit(builder: Any, arguments: Any) -> None:
     for row in range(2):
         place = builder.add(offset, LONG(4 * row))
         k, next_k, next_q = (spread_at(each, place) for each in (k_at, next_k_at, next_q_at))
+        kept_part = spread_at(decay, place) if has_many else decays
         for number in range(MOST_VECTORS):
             own = vector_at(at, row * MOST_VECTORS + number)
-            kept = builder.fmul(builder.load(own, align=4), decays)
+            kept = builder.fmul(builder.load(own, align=4), kept_part)
             value = of.call(fma, of.floats, k, deltas[number], kept)
             builder.store(value, own, align=4)
             held, made = sums[2 * (row * MOST_VECTORS + number) :][:2]
