@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import ConvFamily, DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule, ScanFamily
+from .family import ConvFamily, DeltaFamily, ExpertNames, Family, KimiDeltaFamily, LatentFamily, RoutingRule, ScanFamily
 
 _EACH = ("gate_proj", "up_proj", "down_proj")
 # Experts are chosen by their sigmoids, from groups that are as good as their best two.
@@ -45,6 +45,14 @@ _LFM2 = Family(
     },
     recurrent=ConvFamily(kernel=3),
 )
+# Fields of Kimi Linear and Ling that have other names elsewhere.
+_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
 _GEMMA4 = Family(
     scales_embeddings=True,
     activation="gelu_tanh",
@@ -68,6 +76,39 @@ _GEMMA4 = Family(
 )
 
 FAMILIES: Final[Mapping[str, Family]] = {
+    "bailing_hybrid": Family(
+        needs_kv_heads=False,
+        ignores_later_layers=True,
+        default_theta=6_000_000.0,
+        latent=LatentFamily(None, 512, 64, 128, 128, "sides", has_head_gates=True, says_part=True),
+        fields={
+            **_NAMES,
+            "layer_group_size": "full_attention_interval",
+            "moe_router_enable_expert_bias": "use_expert_bias",
+            "score_function": "scoring_func",
+            "short_conv_kernel_size": "linear_conv_kernel_dim",
+        },
+        stored_names={
+            "self_attn.o_proj": "attention.dense",
+            "self_attn.": "attention.",
+            "gate.e_score_correction_bias": "gate.expert_bias",
+        },
+        recurrent=KimiDeltaFamily(
+            full_every=6,
+            has_gate_rank=False,
+            has_heads_of_attention=True,
+            least=-5.0,
+            only={"gated_attention_proj_granularity_type": "head_wise", "no_kda_lora": True, "use_mla_nope": False},
+        ),
+        experts=ExpertNames(
+            "mlp",
+            _EACH,
+            always_renormalises=False,
+            intermediate_key="moe_intermediate_size",
+            shared="shared_experts",
+            routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), has_layer_types=True, first_dense=2),
+        ),
+    ),
     "deepseek_v2": Family(
         mlp_bias=None,
         needs_kv_heads=False,
@@ -165,7 +206,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             always_renormalises=False,
             intermediate_key="moe_intermediate_size",
             shared="shared_experts",
-            routing=replace(_BY_TWO, scale=1.8, has_layer_types=True),
+            routing=replace(_BY_TWO, scale=1.8, has_layer_types=True, first_dense=1),
         ),
     ),
     "gpt_oss": Family(
@@ -198,6 +239,23 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
     ),
     "granite": Family(mlp_bias=None, needs_kv_heads=False, has_multipliers=True),
+    "kimi_linear": Family(
+        needs_kv_heads=False,
+        default_eps=1e-5,
+        has_rope=False,
+        ignores_later_layers=True,
+        latent=LatentFamily(None, 512, 64, 128, 128, "halves"),
+        fields={**_NAMES, "moe_router_activation_func": "scoring_func"},
+        recurrent=KimiDeltaFamily(only={"mla_use_nope": True}),
+        experts=ExpertNames(
+            "block_sparse_moe",
+            ("w1", "w3", "w2"),
+            always_renormalises=False,
+            intermediate_key="moe_intermediate_size",
+            shared="shared_experts",
+            routing=replace(_BY_TWO, scale=2.446, has_layer_types=True, first_dense=1),
+        ),
+    ),
     "lfm2": replace(_LFM2, adjusts_width=True),
     "lfm2_moe": replace(
         _LFM2,
