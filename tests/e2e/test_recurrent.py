@@ -47,9 +47,9 @@ SAMPLED = Sampling(temperature=1.0, seed=7)
 
 # Alone, or with towers beside them as they are released; and the groups that their layers come in.
 KINDS = {
-    "kimi_linear": ("", 4),
+    "kimi_linear": ("", 6),
     "lfm2_moe": ("", 2),
-    "ling_3": ("", 3),
+    "ling_3": ("", 5),
     "nemotron_3_nano": ("", 4),
     "qwen3_5_27b": ("qwen3_5", 3),
     "qwen3_5_35b_a3b": ("qwen3_5_moe", 4),
