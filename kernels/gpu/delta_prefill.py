@@ -3,20 +3,27 @@
 Three launches. The convolution of all chunks. What a chunk's tokens have to do with each other, of all chunks at once: the
 tokens' corrections are a triangular system, whose inverse is made row by row, because a product of powers of a matrix loses all
 digits where keys are alike. Then the rows' chunks one behind the other, each program on some columns of a head's matrix.
+
+Where the dimensions of a head forget one by one, two more launches make that system. What a token's key has of an earlier one's
+is a product of what is left of each since the later token's part of the chunk began, and until then, so that nothing grows; of
+two tokens of one part it is added up by itself.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..types import STATE_CHUNK, DeltaInputs, DeltaState, StateChunks
+from ..types import STATE_CHUNK, ChannelRule, DeltaInputs, DeltaState, StateChunks
 from .attention_tiles import COMPUTE_TYPES
-from .delta_decode import bound_step, find_decay, find_step, silu
+from .delta_decode import bound_step, find_channel_decay, find_decay, find_step, silu
 from .sizes import cdiv, power_of_2
 
 _CHANNELS = 32  # of a program of the convolution
 _VALUES = 32  # columns of a program's part of a matrix
 _LEAST = 16  # of a side of a product
+_PART = 16  # tokens of a part of a chunk
 
 
 @triton.jit
@@ -92,6 +99,95 @@ def find_between(total, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def channel_total_kernel(
+    gate_ptr,
+    first_ptr,
+    len_ptr,
+    bias_ptr,
+    log_ptr,
+    total_ptr,
+    gate_stride,
+    least,
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    K: tl.constexpr,
+):
+    """total, float32 [T, NUM_HEADS, KEY_DIM]: the logarithm of what is left of each row of the matrix before the chunk."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    tokens, keys = tl.arange(0, TOKENS), tl.arange(0, K)
+    first, count = tl.load(first_ptr + chunk), tl.load(len_ptr + chunk)
+    own, is_own = first + tokens, (tokens < count)[:, None] & (keys < KEY_DIM)[None, :]
+    gate = tl.load((gate_ptr + own * gate_stride + head * KEY_DIM)[:, None] + keys[None, :], mask=is_own, other=0.0)
+    bias = tl.load(bias_ptr + head * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
+    decay = find_channel_decay(gate, bias[None, :], tl.load(log_ptr + head), least)
+    total = tl.cumsum(tl.where(is_own, decay, 0.0), 0)
+    tl.store((total_ptr + (own * NUM_HEADS + head) * KEY_DIM)[:, None] + keys[None, :], total, mask=is_own)
+
+
+@triton.jit
+def channel_share_kernel(
+    made_ptr,
+    first_ptr,
+    len_ptr,
+    total_ptr,
+    system_ptr,
+    share_ptr,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PART: tl.constexpr,
+    K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Of PART tokens of one chunk and head: share, see chunk_kernel, and system, float32 [T, NUM_HEADS, TOKENS], the same of
+    keys with keys, which is not written where the other token is of a later part.
+    """
+    chunk, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tokens, keys = tl.arange(0, PART), tl.arange(0, K)
+    first, count, begin = tl.load(first_ptr + chunk), tl.load(len_ptr + chunk), part * PART
+    live, own = begin + tokens < count, first + begin + tokens
+    row: tl.constexpr = (2 * KEY_DIM + VALUE_DIM) * NUM_HEADS
+    is_key, is_own = keys < KEY_DIM, live[:, None] & (keys < KEY_DIM)[None, :]
+    q_ptrs, k_ptrs = made_ptr + head * KEY_DIM, made_ptr + (NUM_HEADS + head) * KEY_DIM
+    q = load_keys((q_ptrs + own * row)[:, None] + keys[None, :], is_own, True) * scale
+    k = load_keys((k_ptrs + own * row)[:, None] + keys[None, :], is_own, True)
+    totals = total_ptr + head * KEY_DIM
+    total = tl.load((totals + own * NUM_HEADS * KEY_DIM)[:, None] + keys[None, :], mask=is_own, other=0.0)
+    since = tl.load(totals + (first + begin) * NUM_HEADS * KEY_DIM + keys, mask=is_key & (begin < count), other=0.0)
+    grown = tl.exp(tl.where(is_own, total - since[None, :], 0.0))
+    grown_q, grown_k = (q * grown).to(COMPUTE), (k * grown).to(COMPUTE)
+    systems, shares = (ptr + (own * NUM_HEADS + head) * TOKENS for ptr in (system_ptr, share_ptr))
+    for other in range(TOKENS // PART):
+        others = other * PART + tokens
+        is_other = (others < count)[:, None] & is_key[None, :] & (other < part) & (begin < count)
+        places = first + others
+        k_other = load_keys((k_ptrs + places * row)[:, None] + keys[None, :], is_other, True)
+        left = tl.load((totals + places * NUM_HEADS * KEY_DIM)[:, None] + keys[None, :], mask=is_other, other=0.0)
+        left = tl.exp(tl.where(is_other, since[None, :] - left, 0.0))
+        there = tl.trans((k_other * left).to(COMPUTE))
+        share = tl.dot(grown_q, there, input_precision="ieee")
+        tl.store(shares[:, None] + others[None, :], share.to(COMPUTE), mask=live[:, None] & (other != part))
+        system = tl.dot(grown_k, there, input_precision="ieee")
+        tl.store(systems[:, None] + others[None, :], system, mask=live[:, None] & (other < part))
+    system, share = tl.zeros((PART, PART), tl.float32), tl.zeros((PART, PART), tl.float32)
+    for other in range(PART):
+        place, is_there = first + begin + other, is_key & (begin + other < count)
+        k_other = tl.load(k_ptrs + place * row + keys, mask=is_there, other=0.0).to(tl.float32)
+        k_other = k_other * tl.rsqrt(tl.sum(k_other * k_other, 0) + 1e-6)
+        left = tl.load(totals + place * NUM_HEADS * KEY_DIM + keys, mask=is_there, other=0.0)
+        is_before = is_own & (tokens >= other)[:, None]
+        weighed = k_other[None, :] * tl.exp(tl.where(is_before, total - left[None, :], 0.0))
+        is_column = (tokens == other)[None, :] & (tokens >= other)[:, None]
+        system = tl.where(is_column, tl.sum(k * weighed, 1)[:, None], system)
+        share = tl.where(is_column, tl.sum(q * weighed, 1)[:, None], share)
+    tl.store(systems[:, None] + (begin + tokens)[None, :], system, mask=live[:, None])
+    tl.store(shares[:, None] + (begin + tokens)[None, :], share.to(COMPUTE), mask=live[:, None])
+
+
+@triton.jit
 def chunk_kernel(
     made_ptr,
     gate_ptr,
@@ -103,6 +199,7 @@ def chunk_kernel(
     read_ptr,
     corrected_ptr,
     share_ptr,
+    system_ptr,
     gate_stride,
     scale,
     least,
@@ -122,6 +219,8 @@ def chunk_kernel(
     which each token reads that, and corrected [T, NUM_HEADS, VALUE_DIM], what it adds to what it so reads. share [T, NUM_HEADS,
     TOKENS]: how much of what each token of the chunk adds is in a token's output. Of a scan, whose steps have bounds, there is
     no read, and corrected is all that a token adds.
+
+    system: of channel_share_kernel, which has made share, too; total is [T, NUM_HEADS, KEY_DIM] then, and made.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, keys, values = tl.arange(0, TOKENS), tl.arange(0, K), tl.arange(0, V)
@@ -133,24 +232,32 @@ def chunk_kernel(
     k_ptrs, q_ptrs = rows + (NUM_KEYS + key_head) * KEY_DIM, rows + key_head * KEY_DIM
     k = load_keys(k_ptrs[:, None] + keys[None, :], is_key, read_ptr is not None)
     v = tl.load((rows + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM)[:, None] + values[None, :], mask=is_value, other=0.0)
-    gates = gate_ptr + own * gate_stride + head
-    if read_ptr is not None:
+    gates, places = gate_ptr + own * gate_stride + head, own * NUM_HEADS + head
+    if system_ptr is not None:
+        beta = tl.where(live, tl.sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
+        is_later = live[:, None] & (tokens[:, None] > tokens[None, :])
+        system = tl.load((system_ptr + places * TOKENS)[:, None] + tokens[None, :], mask=is_later, other=0.0) * beta[:, None]
+        total = tl.load((total_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
+        k = k * tl.exp(total)
+    elif read_ptr is not None:
         beta = tl.where(live, tl.sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
         decay = find_decay(tl.load(gates + NUM_HEADS, mask=live, other=0.0), tl.load(bias_ptr + head), tl.load(log_ptr + head))
     else:
         step = find_step(tl.load(gates, mask=live, other=0.0), tl.load(bias_ptr + head))
         beta = tl.where(live, bound_step(step, least, most), 0.0)
         decay = -tl.exp(tl.load(log_ptr + head)) * beta
-    total = tl.cumsum(tl.where(live, decay, 0.0), 0)
-    if read_ptr is not None:
-        alike = tl.dot(k.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
-    between = find_between(total, TOKENS)
-    if read_ptr is not None:
-        system = tl.where(tokens[:, None] > tokens[None, :], alike * between * beta[:, None], 0.0)
-    q = load_keys(q_ptrs[:, None] + keys[None, :], is_key, read_ptr is not None) * scale
-    shares = tl.dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee") * between
-    places = own * NUM_HEADS + head
-    tl.store((share_ptr + places * TOKENS)[:, None] + tokens[None, :], shares.to(COMPUTE), mask=live[:, None])
+    if system_ptr is None:
+        total = tl.cumsum(tl.where(live, decay, 0.0), 0)
+        if read_ptr is not None:
+            alike = tl.dot(k.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
+        between = find_between(total, TOKENS)
+        if read_ptr is not None:
+            system = tl.where(tokens[:, None] > tokens[None, :], alike * between * beta[:, None], 0.0)
+        q = load_keys(q_ptrs[:, None] + keys[None, :], is_key, read_ptr is not None) * scale
+        shares = tl.dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee") * between
+        tl.store((share_ptr + places * TOKENS)[:, None] + tokens[None, :], shares.to(COMPUTE), mask=live[:, None])
+        if read_ptr is not None:
+            k = k * tl.exp(total)[:, None]
     if read_ptr is not None:
         inverse = tl.where(tokens[:, None] == tokens[None, :], 1.0, 0.0)
         for row in range(1, TOKENS):
@@ -159,10 +266,11 @@ def chunk_kernel(
             inverse = tl.where(is_row, inverse - tl.sum(factors[:, None] * inverse, 0)[None, :], inverse)
         inverse = (inverse * beta[None, :]).to(COMPUTE)
         corrected = tl.dot(inverse, v.to(COMPUTE), input_precision="ieee")
-        read = tl.dot(inverse, (k * tl.exp(total)[:, None]).to(COMPUTE), input_precision="ieee")
+        read = tl.dot(inverse, k.to(COMPUTE), input_precision="ieee")
     else:
         corrected = v.to(tl.float32) * beta[:, None]
-    tl.store(total_ptr + places, total, mask=live)
+    if system_ptr is None:
+        tl.store(total_ptr + places, total, mask=live)
     if read_ptr is not None:
         tl.store((read_ptr + places * KEY_DIM)[:, None] + keys[None, :], read.to(COMPUTE), mask=is_key)
     tl.store((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], corrected.to(COMPUTE), mask=is_value)
@@ -193,9 +301,10 @@ def chain_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     COMPUTE: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr,
 ):
     """All chunks of one row, on V columns of one value head's matrix. by: what chunk_kernel calls read, where there is no
-    skip, which a scan has.
+    skip, which a scan has. HAS_CHANNELS: total is of each dimension of a head.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     tokens, keys, values = tl.arange(0, TOKENS), tl.arange(0, K), tl.program_id(2) * V + tl.arange(0, V)
@@ -212,8 +321,15 @@ def chain_kernel(
         q = load_keys(rows[:, None] + keys[None, :], is_key, skip_ptr is None) * scale
         k = load_keys((rows + NUM_KEYS * KEY_DIM)[:, None] + keys[None, :], is_key, skip_ptr is None)
         places = own * NUM_HEADS + head
-        last = tl.load(total_ptr + (first + count - 1) * NUM_HEADS + head)
-        total = tl.load(total_ptr + places, mask=live, other=0.0)
+        end = (first + count - 1) * NUM_HEADS + head
+        if HAS_CHANNELS:
+            last = tl.load(total_ptr + end * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
+            total = tl.load((total_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
+            grown, left, kept = tl.exp(total), tl.exp(last[None, :] - total), tl.exp(last)[:, None]
+        else:
+            last = tl.load(total_ptr + end)
+            total = tl.load(total_ptr + places, mask=live, other=0.0)
+            grown, left, kept = tl.exp(total)[:, None], tl.exp(last - total)[:, None], tl.exp(last)
         if skip_ptr is None:
             by = tl.load((by_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
         corrected = tl.load((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], mask=is_value, other=0.0)
@@ -222,14 +338,13 @@ def chain_kernel(
         if skip_ptr is None:
             new = (corrected.to(tl.float32) - tl.dot(by, held, input_precision="ieee")).to(COMPUTE)
         shares = tl.load((share_ptr + places * TOKENS)[:, None] + tokens[None, :], mask=live[:, None], other=0.0)
-        out = tl.dot((q * tl.exp(total)[:, None]).to(COMPUTE), held, input_precision="ieee")
+        out = tl.dot((q * grown).to(COMPUTE), held, input_precision="ieee")
         out = tl.dot(shares, new, out, input_precision="ieee")
         if skip_ptr is not None:
             v_ptrs = rows + (2 * NUM_KEYS - key_head) * KEY_DIM + head * VALUE_DIM
             v = tl.load(v_ptrs[:, None] + values[None, :], mask=is_value, other=0.0)
             out += v.to(tl.float32) * tl.load(skip_ptr + head)
-        left = tl.exp(last - total)
-        memory = tl.dot(tl.trans((k * left[:, None]).to(COMPUTE)), new, memory * tl.exp(last), input_precision="ieee")
+        memory = tl.dot(tl.trans((k * left).to(COMPUTE)), new, memory * kept, input_precision="ieee")
         out_ptrs = (out_ptr + places * VALUE_DIM)[:, None] + values[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_value)
         tl.store(cells + write * page_stride, memory, mask=is_cell & (write > 0))
@@ -239,7 +354,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
     """The CUDA path of kernels.recurrent.delta_rule.delta_prefill, with its arguments."""
     num_tokens, num_heads, value_dim = out.shape
     num_chunks, (channels, kernel), key_dim = len(chunks.rows), inputs.conv.shape, state.memory.shape[2]
-    scan = inputs.scan
+    scan, rule = inputs.scan, inputs.channels
     is_there = (chunks.reads > 0)[:, None, None]
     window = torch.where(is_there, state.conv.index_select(0, chunks.reads), 0.0)
     made = torch.empty((num_tokens, channels), dtype=out.dtype, device=out.device)
@@ -263,7 +378,8 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         COLS=_CHANNELS,
         num_warps=4,
     )
-    total = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=out.device)
+    total_shape = num_tokens, num_heads, *(() if rule is None else (key_dim,))
+    total = torch.empty(total_shape, dtype=torch.float32, device=out.device)
     read, corrected, shares = (
         torch.empty((num_tokens, num_heads, size), dtype=out.dtype, device=out.device)
         for size in (key_dim if scan is None else 0, value_dim, STATE_CHUNK)
@@ -278,6 +394,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         "K": max(power_of_2(key_dim), _LEAST),
         "COMPUTE": COMPUTE_TYPES[out.dtype],
     }
+    system = None if rule is None else _find_system(rule, inputs, chunks, made, total, shares, scale, sizes)
     whole = max(power_of_2(value_dim), _LEAST)
     chunk_kernel[(num_chunks, num_heads)](
         made,
@@ -290,6 +407,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         by,
         corrected,
         shares,
+        system,
         inputs.gates.stride(0),
         scale,
         None if scan is None else scan.least,
@@ -316,7 +434,56 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         state.memory.stride(0),
         scale,
         V=tile,
+        HAS_CHANNELS=rule is not None,
         num_warps=8,
         num_stages=2,
         **sizes,
     )
+
+
+def _find_system(
+    rule: ChannelRule,
+    inputs: DeltaInputs,
+    chunks: StateChunks,
+    made: torch.Tensor,
+    total: torch.Tensor,
+    shares: torch.Tensor,
+    scale: float,
+    sizes: dict[str, Any],
+) -> torch.Tensor:
+    """The system of chunk_kernel; what total and shares are for goes there."""
+    num_chunks, num_heads = len(chunks.rows), sizes["NUM_HEADS"]
+    system = torch.empty(shares.shape, dtype=torch.float32, device=shares.device)
+    channel_total_kernel[(num_chunks, num_heads)](
+        rule.gates,
+        chunks.firsts,
+        chunks.lens,
+        inputs.decay_bias,
+        inputs.decay_log,
+        total,
+        rule.gates.stride(0),
+        rule.least,
+        NUM_HEADS=num_heads,
+        KEY_DIM=sizes["KEY_DIM"],
+        TOKENS=STATE_CHUNK,
+        K=sizes["K"],
+        num_warps=4,
+    )
+    channel_share_kernel[(num_chunks, num_heads, STATE_CHUNK // _PART)](
+        made,
+        chunks.firsts,
+        chunks.lens,
+        total,
+        system,
+        shares,
+        scale,
+        NUM_HEADS=num_heads,
+        KEY_DIM=sizes["KEY_DIM"],
+        VALUE_DIM=sizes["VALUE_DIM"],
+        TOKENS=STATE_CHUNK,
+        PART=_PART,
+        K=sizes["K"],
+        COMPUTE=sizes["COMPUTE"],
+        num_warps=4,
+    )
+    return system

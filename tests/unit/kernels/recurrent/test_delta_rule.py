@@ -88,14 +88,8 @@ def chunks_of(rows):
     )
 
 
-def skip_channels(path, shape):
-    if path.is_device and shape in (CHANNELS, BOUNDED):
-        pytest.skip("Triton's kernels do not have it")
-
-
 def check(path, op, shape, num_tokens, rows, dtype=torch.float32, atol=2e-6):
     """The op's outputs and pages are the reference's."""
-    skip_channels(path, shape)
     inputs, state = make_inputs(shape, num_tokens, dtype), make_state(shape, dtype)
     own, out = copied(state), torch.zeros(num_tokens, shape[1], shape[3], dtype=dtype)
     expected = torch.zeros_like(out)
@@ -149,7 +143,6 @@ def test_runs_in_few_bits_are_as_near_as_those_are(path, dtype, shape):
 def test_outputs_and_states_do_not_depend_on_where_a_run_is_cut(path, cuts, shape):
     if path.is_device and len(cuts) not in (0, 3):
         pytest.skip("the interpreter takes long")
-    skip_channels(path, shape)
     inputs, state = make_inputs(shape, 100), make_state(shape)
     out, whole = (torch.zeros(100, shape[1], shape[3]) for _ in range(2))
     reference.delta_prefill(inputs, state, chunks_of([(0, [(100, 1)])]), whole)
