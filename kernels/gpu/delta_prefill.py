@@ -159,7 +159,8 @@ def channel_share_kernel(
     since = tl.load(totals + (first + begin) * NUM_HEADS * KEY_DIM + keys, mask=is_key & (begin < count), other=0.0)
     grown = tl.exp(tl.where(is_own, total - since[None, :], 0.0))
     grown_q, grown_k = (q * grown).to(COMPUTE), (k * grown).to(COMPUTE)
-    systems, shares = (ptr + (own * NUM_HEADS + head) * TOKENS for ptr in (system_ptr, share_ptr))
+    rows = (own * NUM_HEADS + head) * TOKENS
+    systems, shares = system_ptr + rows, share_ptr + rows
     for other in range(TOKENS // PART):
         others = other * PART + tokens
         is_other = (others < count)[:, None] & is_key[None, :] & (other < part) & (begin < count)
