@@ -10,6 +10,11 @@ from ..families.family import KimiDeltaFamily
 from .state_tensor import StateTensor
 
 _INNER = "linear_attn_config"
+_INNER_NAMES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
 _LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
 
 
@@ -54,14 +59,12 @@ class KimiDeltaShape:
 def parse_kimi_delta(raw: Mapping[str, Any], family: KimiDeltaFamily) -> KimiDeltaShape:
     """What linear_attn_config says counts before what is beside it. Raises ModelConfigError, UnsupportedModelError."""
     inner = _parse_inner(raw)
-    own = {
+    own: dict[str, Any] = {
         "linear_head_dim": raw.get("linear_head_dim", raw.get("head_dim") if family.has_heads_of_attention else None),
         "linear_num_heads": raw.get("linear_num_heads", raw["num_attention_heads"] if family.has_heads_of_attention else None),
         "linear_conv_kernel_dim": raw.get("linear_conv_kernel_dim"),
     }
-    for said, name in (("head_dim", "linear_head_dim"), ("num_heads", "linear_num_heads")):
-        own[name] = inner.get(said, own[name])
-    own["linear_conv_kernel_dim"] = inner.get("short_conv_kernel_size", own["linear_conv_kernel_dim"])
+    own |= {name: inner[short] for short, name in _INNER_NAMES.items() if inner.get(short) is not None}
     for name, only in family.only.items():
         if (said := raw.get(name)) not in (None, only):
             raise UnsupportedModelError(name, said, repr(only))
