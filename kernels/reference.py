@@ -301,12 +301,10 @@ def _take_tokens(
 def _find_decay(inputs: DeltaInputs, token: int, head: int, num_heads: int, key_dim: int) -> torch.Tensor:
     """The logarithm of what a token leaves of a head's matrix: [1, 1], or of each of its rows [Dk, 1]."""
     rate, channels = torch.exp(inputs.decay_log[head].double()), inputs.channels
-    if channels is None:
-        grown = inputs.gates[token, num_heads + head].double() + inputs.decay_bias[head].double()
-        return -rate * torch.nn.functional.softplus(grown).view(1, 1)
-    own = slice(head * key_dim, (head + 1) * key_dim)
-    grown = (channels.gates[token, own].double() + inputs.decay_bias[own].double())[:, None]
-    if channels.least is not None:
+    gates = inputs.gates[token, num_heads:] if channels is None else channels.gates[token]
+    own = slice(head, head + 1) if channels is None else slice(head * key_dim, (head + 1) * key_dim)
+    grown = (gates[own].double() + inputs.decay_bias[own].double())[:, None]
+    if channels is not None and channels.least is not None:
         return channels.least * torch.sigmoid(rate * grown)
     return -rate * torch.nn.functional.softplus(grown)
 

@@ -55,9 +55,7 @@ def make_kv_spec(model: ServedModel, block_size: int) -> pb.KvSpec:
             return spec
         spec.layout, spec.num_layers = pb.KV_LAYOUT_GROUPED, num_layers
         spec.groups.extend(_group(group, layout) for group in groups)
-        for group in spec.groups:
-            if group.kind != pb.LAYER_GROUP_KIND_RECURRENT:
-                group.page.CopyFrom(page)
+        spec.groups[0].page.CopyFrom(page)  # the others have states
         return spec
     spec.num_kv_heads, spec.head_dim, spec.sliding_window = layout.num_kv_heads, layout.head_dim, model.sliding_window
     if isinstance(layout, QuantisedLayout):  # without scales a block is as any of that element type

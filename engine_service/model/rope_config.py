@@ -73,7 +73,7 @@ def parse_rope(raw: Mapping[str, Any], max_position: int, family: Family) -> Rop
     elif raw.get(_ORIGINAL) is not None:  # it has the last word, as in transformers
         parameters = {**parameters, _ORIGINAL: raw[_ORIGINAL]}
     parameters = {"rope_theta": theta, _PART: family.default_part, **parameters}
-    if family.latent is not None and family.latent.says_part:
+    if family.latent is not None:  # what is rotated is qk_rope_head_dim, whatever part of another size that is
         raw, parameters = ({name: said for name, said in each.items() if name != _PART} for each in (raw, parameters))
     return _parse(raw, parameters, max_position, may_be_part=family.has_partial_rope)
 

@@ -188,11 +188,8 @@ def delta_rule(data):
     tiles_at, turned_at, deltas_at = tiles.ctypes.data, turned.ctypes.data, vectors.ctypes.data
     held_at, made_at = deltas_at + 4 * COLUMNS, deltas_at + 8 * COLUMNS
     deltas, held, read = floats_at(deltas_at, COLUMNS), floats_at(held_at, COLUMNS), floats_at(made_at, COLUMNS)
-    biases, logs, reads = (
-        floats_at(bias_at, num_heads * (key_dim if has_channels else 1)),
-        floats_at(log_at, num_heads),
-        int64s_at(reads_at, num_rows),
-    )
+    biases = floats_at(bias_at, num_heads * key_dim if has_channels else num_heads)
+    logs, reads = floats_at(log_at, num_heads), int64s_at(reads_at, num_rows)
     first_item, last_item = find_share(args, num_rows * num_keys)
     taps_of = np.int64(-1)
     for item in range(first_item, last_item):
@@ -240,11 +237,10 @@ def delta_rule(data):
                     own_biases, bound = biases[head * key_dim :], np.float32(least)
                     row_gates, own_k, kept = row_at(at, key_dim), own[2 * height :], own[3 * height :]
                     _decay_channels(row_gates, own_biases, logs[head], bound, q, k, own_k, kept, key_dim)
+                    scales[STATE_CHUNK + token] = np.float32(1)
                 for number in range(each):
                     value_head = head * each + number
-                    if has_channels:
-                        scales[STATE_CHUNK + token] = np.float32(1)
-                    else:
+                    if not has_channels:
                         gate = number_of(gates[value_head if is_scan else num_heads + value_head])
                         step = _find_step(gate, biases[value_head])
                         if is_scan:

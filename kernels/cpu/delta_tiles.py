@@ -32,30 +32,16 @@ def copy_columns(typing_context, from_at, to_at):
     return types.void(types.int64, types.int64), generate
 
 
-@intrinsic
-def pass_tile(typing_context, tile_at, num_keys, decay, k_at, delta_at, next_k_at, next_q_at, held_at, made_at):
-    """tile [num_keys, COLUMNS] = decay tile + k delta; held [COLUMNS] = next_k tile, and made [COLUMNS] = next_q tile, of that.
+def _make_pass(name: str, decay: Any) -> Any:
+    @intrinsic
+    def pass_tile(typing_context, tile_at, num_keys, decay_or_at, k_at, delta_at, next_k_at, next_q_at, held_at, made_at):
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            call_outlined(builder, name, partial(_emit, has_many=decay is types.int64), arguments)
+            return context.get_dummy_value()
 
-    num_keys is even. All are float32 by their addresses, but for decay.
-    """
+        return types.void(types.int64, types.int64, decay, *[types.int64] * 6), generate
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        call_outlined(builder, "kvkeeper_delta_tile", partial(_emit, has_many=False), arguments)
-        return context.get_dummy_value()
-
-    long = types.int64
-    return types.void(long, long, types.float32, *[long] * 6), generate
-
-
-@intrinsic
-def pass_tile_of_channels(typing_context, tile_at, num_keys, decays_at, k_at, delta_at, next_k_at, next_q_at, held_at, made_at):
-    """The same with a decay of its own for each row, [num_keys] by its address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        call_outlined(builder, "kvkeeper_delta_tile_of_channels", partial(_emit, has_many=True), arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 9), generate
+    return pass_tile
 
 
 def _emit(builder: Any, arguments: Any, has_many: bool) -> None:
@@ -101,3 +87,9 @@ def _emit(builder: Any, arguments: Any, has_many: bool) -> None:
         for which, to in enumerate((held_at, made_at)):
             total = builder.fadd(found[2 * number + which], found[half + 2 * number + which])
             builder.store(total, vector_at(to, number), align=4)
+
+
+# tile [num_keys, COLUMNS] = decay tile + k delta; held [COLUMNS] = next_k tile, and made [COLUMNS] = next_q tile, of that.
+# num_keys is even. All are float32 by their addresses, but for decay; of channels it is [num_keys] by its address, too.
+pass_tile: Final = _make_pass("kvkeeper_delta_tile", types.float32)
+pass_tile_of_channels: Final = _make_pass("kvkeeper_delta_tile_of_channels", types.int64)

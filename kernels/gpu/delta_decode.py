@@ -30,16 +30,10 @@ def find_step(gate, bias):
 
 
 @triton.jit
-def find_decay(gate, bias, log):
-    """The logarithm of what a head's matrix keeps."""
-    return -tl.exp(log) * find_step(gate, bias)
-
-
-@triton.jit
-def find_channel_decay(gate, bias, log, least):
-    """The same of each dimension of a head's keys; bounded, where there is a least."""
+def find_decay(gate, bias, log, least):
+    """The logarithm of what a head's matrix keeps, or each of its rows; bounded, where there is a least."""
     if least is None:
-        decay = find_decay(gate, bias, log)
+        decay = -tl.exp(log) * find_step(gate, bias)
     else:
         decay = least * tl.sigmoid(tl.exp(log) * (gate.to(tl.float32) + bias))
     return decay
@@ -145,11 +139,11 @@ def delta_decode_kernel(
         beta = tl.sigmoid(tl.load(gate_ptrs).to(tl.float32))
         gate = tl.load(channel_ptr + token * channel_stride + head * KEY_DIM + keys, mask=is_key, other=0.0)
         bias = tl.load(bias_ptr + head * KEY_DIM + keys, mask=is_key, other=0.0)
-        decay = tl.exp(find_channel_decay(gate, bias, tl.load(log_ptr + head), least))[:, None]
+        decay = tl.exp(find_decay(gate, bias, tl.load(log_ptr + head), least))[:, None]
     elif skip_ptr is None:
         beta = tl.sigmoid(tl.load(gate_ptrs).to(tl.float32))
         gate = tl.load(gate_ptrs + NUM_HEADS)
-        decay = tl.exp(find_decay(gate, tl.load(bias_ptr + head), tl.load(log_ptr + head)))
+        decay = tl.exp(find_decay(gate, tl.load(bias_ptr + head), tl.load(log_ptr + head), None))
     else:
         beta = bound_step(find_step(tl.load(gate_ptrs), tl.load(bias_ptr + head)), least, most)
         decay = tl.exp(-tl.exp(tl.load(log_ptr + head)) * beta)

@@ -82,11 +82,9 @@ def _check(op: str, inputs: DeltaInputs, state: DeltaState, rows: StateRows | St
     require(fits, op, "gates", "must be {} [{}, {}], is {}", mixed.dtype, num_tokens, num_gates, gates.shape)
     if rule is not None:
         own, num_biases = rule.gates, num_heads * key_dim
-        require(
-            scan is None and num_keys == num_heads, op, "channels", "are of delta nets with as many heads of keys as of values"
-        )
         fits = own.shape == (num_tokens, num_biases) and own.stride(1) == 1 and own.dtype is mixed.dtype
-        require(fits, op, "channels", "must be {} [{}, {}], is {}", mixed.dtype, num_tokens, num_biases, own.shape)
+        fits = fits and scan is None and num_keys == num_heads
+        require(fits, op, "channels", "must be {} [{}, {}], of as many keys as values", mixed.dtype, num_tokens, num_biases)
     fits = bias.shape == (num_biases,) and bias.dtype is torch.float32 and bias.is_contiguous()
     require(fits, op, "decay_bias", "must be float32 [{}], is {} {}", num_biases, bias.dtype, bias.shape)
     columns = {"decay_log": log}

@@ -54,7 +54,6 @@ class LatentFamily:
     query_rank: None: queries have a rank only where q_lora_rank says one.
     pairs: how stored weights pair the dimensions that are rotated: side by side, half a head apart, or as rope_interleave says.
     has_head_gates: what each head attends to is weighed by a sigmoid of its own.
-    says_part: partial_rotary_factor is what qk_rope_head_dim is of head_dim, which says nothing new.
     """
 
     query_rank: int | None
@@ -64,7 +63,6 @@ class LatentFamily:
     value: int | None
     pairs: Literal["sides", "halves", "switched"]
     has_head_gates: bool = False
-    says_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,9 @@ _EACH = ("gate_proj", "up_proj", "down_proj")
 _BY_TWO = RoutingRule(
     scoring="sigmoid", group_score="best_two", has_correction=True, is_wide=True, renormalises=True, scale=1.0, groups=(1, 1)
 )
+_WITH_SHARED = ExpertNames(
+    "mlp", _EACH, always_renormalises=False, intermediate_key="moe_intermediate_size", shared="shared_experts"
+)
 _DELTA = DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4)
 # What Qwen3-Next and Qwen3.5 have in common.
 _WITH_DELTA = Family(
@@ -80,7 +83,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         needs_kv_heads=False,
         ignores_later_layers=True,
         default_theta=6_000_000.0,
-        latent=LatentFamily(None, 512, 64, 128, 128, "sides", has_head_gates=True, says_part=True),
+        latent=LatentFamily(None, 512, 64, 128, 128, "sides", has_head_gates=True),
         fields={
             **_NAMES,
             "layer_group_size": "full_attention_interval",
@@ -100,26 +103,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
             least=-5.0,
             only={"gated_attention_proj_granularity_type": "head_wise", "no_kda_lora": True, "use_mla_nope": False},
         ),
-        experts=ExpertNames(
-            "mlp",
-            _EACH,
-            always_renormalises=False,
-            intermediate_key="moe_intermediate_size",
-            shared="shared_experts",
-            routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), has_layer_types=True, first_dense=2),
-        ),
+        experts=replace(_WITH_SHARED, routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), has_layer_types=True, first_dense=2)),
     ),
     "deepseek_v2": Family(
         mlp_bias=None,
         needs_kv_heads=False,
         ignores_later_layers=True,
         latent=LatentFamily(1536, 512, 64, 128, 128, "sides"),
-        experts=ExpertNames(
-            "mlp",
-            _EACH,
-            always_renormalises=False,
-            intermediate_key="moe_intermediate_size",
-            shared="shared_experts",
+        experts=replace(
+            _WITH_SHARED,
             default_shared=2,
             routing=RoutingRule(
                 methods=("greedy", "group_limited_greedy"), is_wide=True, renormalises=None, scale=1.0, groups=(1, 1)
@@ -130,14 +122,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         needs_kv_heads=False,
         ignores_later_layers=True,
         latent=LatentFamily(1536, 512, 64, 128, 128, "switched"),
-        experts=ExpertNames(
-            "mlp",
-            _EACH,
-            always_renormalises=False,
-            intermediate_key="moe_intermediate_size",
-            shared="shared_experts",
-            routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), first_dense=3),
-        ),
+        experts=replace(_WITH_SHARED, routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), first_dense=3)),
     ),
     "gemma": Family(
         scales_embeddings=True,
@@ -200,14 +185,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         default_eps=1e-5,
         ignores_later_layers=True,
         latent=LatentFamily(768, 512, 64, 192, 256, "switched"),
-        experts=ExpertNames(
-            "mlp",
-            _EACH,
-            always_renormalises=False,
-            intermediate_key="moe_intermediate_size",
-            shared="shared_experts",
-            routing=replace(_BY_TWO, scale=1.8, has_layer_types=True, first_dense=1),
-        ),
+        experts=replace(_WITH_SHARED, routing=replace(_BY_TWO, scale=1.8, has_layer_types=True, first_dense=1)),
     ),
     "gpt_oss": Family(
         biased=True,
@@ -247,12 +225,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
         latent=LatentFamily(None, 512, 64, 128, 128, "halves"),
         fields={**_NAMES, "moe_router_activation_func": "scoring_func"},
         recurrent=KimiDeltaFamily(only={"mla_use_nope": True}),
-        experts=ExpertNames(
-            "block_sparse_moe",
-            ("w1", "w3", "w2"),
-            always_renormalises=False,
-            intermediate_key="moe_intermediate_size",
-            shared="shared_experts",
+        experts=replace(
+            _WITH_SHARED,
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
             routing=replace(_BY_TWO, scale=2.446, has_layer_types=True, first_dense=1),
         ),
     ),

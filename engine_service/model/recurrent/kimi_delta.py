@@ -46,9 +46,10 @@ class KimiDelta:
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "KimiDelta":
         """The same, with projections as `pack` gives them."""
-        forget_up = None if self.forget_up is None else pack_linear(self.forget_up)
-        output_up = None if self.output_up is None else pack(self.output_up)
-        return replace(self, mixed=pack(self.mixed), gates=pack_linear(self.gates), forget_up=forget_up, output_up=output_up)
+        changed = replace(self, mixed=pack(self.mixed), gates=pack_linear(self.gates))
+        if self.forget_up is None or self.output_up is None:
+            return changed
+        return replace(changed, forget_up=pack_linear(self.forget_up), output_up=pack(self.output_up))
 
     def run(self, x: torch.Tensor, eps: float, metadata: StateMetadata, at: int) -> torch.Tensor:
         """Heads' outputs [T, N * D], before the output projection, for x [T, H]. at: the layer's place in its group."""
@@ -68,24 +69,19 @@ class KimiDelta:
         size, num_heads, own_size = whole.num_outputs, whole.num_heads, self.shape.num_outputs
         *mixed, output = self.mixed.data.tensor_split((own_size, 2 * own_size, 3 * own_size))
         corrects, forgets = self.gates.data.tensor_split((self.shape.num_heads,))
-        by_heads = {f"{name}_proj": part for name, part in zip("qkv", mixed, strict=True)}
+        parts = {"dt_bias": self.decay_bias, "f_proj.weight": forgets, "g_proj.weight": output}
+        for name, part, taps in zip("qkv", mixed, self.conv[:, None].chunk(3), strict=True):
+            parts |= {f"{name}_proj.weight": part, f"{name}_conv1d.weight": taps}
         if isinstance(self.output_up, LinearWeight) and self.forget_up is not None:
-            by_heads |= {"f_b_proj": self.forget_up.data, "g_b_proj": self.output_up.data}
-            yield "self_attn.f_a_proj.weight", take_all(forgets)
-            yield "self_attn.g_a_proj.weight", take_all(output)
-        else:
-            by_heads |= {"f_proj": forgets, "g_proj": output}
-        for name, part in by_heads.items():
-            yield f"self_attn.{name}.weight", take_kinds(part, (size,), own)
+            yield "self_attn.f_a_proj.weight", take_all(parts.pop("f_proj.weight"))
+            yield "self_attn.g_a_proj.weight", take_all(parts.pop("g_proj.weight"))
+            parts |= {"f_b_proj.weight": self.forget_up.data, "g_b_proj.weight": self.output_up.data}
+        yield from ((f"self_attn.{name}", take_kinds(part, (size,), own)) for name, part in parts.items())
         yield "self_attn.b_proj.weight", take_kinds(corrects, (num_heads,), own)
-        for name, part in zip("qkv", self.conv[:, None].chunk(3), strict=True):
-            yield f"self_attn.{name}_conv1d.weight", take_kinds(part, (size,), own)
-        yield "self_attn.dt_bias", take_kinds(self.decay_bias, (size,), own)
-        heads = slice(own(num_heads).start, own(num_heads).stop)
         if self.forget_up is None:
-            yield "self_attn.A_log", Destination(self.decay_log, (num_heads,), places=((heads,),))
+            yield "self_attn.A_log", take_kinds(self.decay_log, (num_heads,), own)
         else:
-            log = self.decay_log[None, None, :, None]
+            log, heads = self.decay_log[None, None, :, None], slice(own(num_heads).start, own(num_heads).stop)
             yield "self_attn.A_log", Destination(log, (1, 1, num_heads, 1), places=((*ALL * 2, heads),))
         yield "self_attn.o_norm.weight", take_all(self.norm)
 

@@ -10,12 +10,6 @@ from ..families.family import KimiDeltaFamily
 from .state_tensor import StateTensor
 
 _INNER = "linear_attn_config"
-_INNER_NAMES = {
-    "head_dim": "linear_head_dim",
-    "num_heads": "linear_num_heads",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
-_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +52,11 @@ class KimiDeltaShape:
 
 def parse_kimi_delta(raw: Mapping[str, Any], family: KimiDeltaFamily) -> KimiDeltaShape:
     """What linear_attn_config says counts before what is beside it. Raises ModelConfigError, UnsupportedModelError."""
-    inner = _parse_inner(raw)
-    own: dict[str, Any] = {
-        "linear_head_dim": raw.get("linear_head_dim", raw.get("head_dim") if family.has_heads_of_attention else None),
-        "linear_num_heads": raw.get("linear_num_heads", raw["num_attention_heads"] if family.has_heads_of_attention else None),
-        "linear_conv_kernel_dim": raw.get("linear_conv_kernel_dim"),
-    }
-    own |= {name: inner[short] for short, name in _INNER_NAMES.items() if inner.get(short) is not None}
+    names, own = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"), dict(raw)
+    if family.has_heads_of_attention:
+        own = {"linear_head_dim": raw.get("head_dim"), "linear_num_heads": raw["num_attention_heads"]} | own
+    for inner, name in zip(("head_dim", "num_heads", "short_conv_kernel_size"), names, strict=True):
+        own[name] = _parse_inner(raw).get(inner, own.get(name))
     for name, only in family.only.items():
         if (said := raw.get(name)) not in (None, only):
             raise UnsupportedModelError(name, said, repr(only))
@@ -76,20 +68,13 @@ def parse_kimi_delta(raw: Mapping[str, Any], family: KimiDeltaFamily) -> KimiDel
 
 
 def list_kimi_layers(raw: Mapping[str, Any], num_layers: int) -> Any:
-    """layer_types, or else as the lists of linear_attn_config say, which count layers from 1; None where neither is there."""
-    if raw.get("layer_types") is not None:
-        return raw["layer_types"]
-    inner = _parse_inner(raw)
-    if not all(name in inner for name in _LISTS):
-        return None
-    kinds: dict[int, str] = {}
-    for name, kind in _LISTS.items():
-        if not isinstance(inner[name], list) or not all(type(layer) is int for layer in inner[name]):
-            raise bad(f"{_INNER}.{name}", "must be a list of layers")
-        kinds |= dict.fromkeys(inner[name], kind)
-    if sorted(kinds) != list(range(1, num_layers + 1)) or sum(len(inner[name]) for name in _LISTS) != num_layers:
-        raise bad(_INNER, f"must name each layer from 1 to {num_layers} once")
-    return [kinds[layer] for layer in range(1, num_layers + 1)]
+    """layer_types, or else as full_attn_layers of linear_attn_config says, which counts from 1; None where neither is there."""
+    full = _parse_inner(raw).get("full_attn_layers")
+    if raw.get("layer_types") is not None or full is None:
+        return raw.get("layer_types")
+    if not isinstance(full, list) or not all(type(layer) is int and 0 < layer <= num_layers for layer in full):
+        raise bad(f"{_INNER}.full_attn_layers", f"must be a list of layers from 1 to {num_layers}, is {full!r}")
+    return ["full_attention" if layer in full else "linear_attention" for layer in range(1, num_layers + 1)]
 
 
 def _parse_inner(raw: Mapping[str, Any]) -> Mapping[str, Any]:
