@@ -405,6 +405,10 @@ def randomise(network: Any, family: str) -> None:
         for name, parameter in network.named_parameters():
             if name.endswith("scale"):  # of a router's input, and of each expert
                 parameter.normal_(1, 0.2)
+            elif family.startswith("Bailing") and name.endswith("dt_bias"):
+                parameter.normal_(-3, 1)  # at 0 half of the bound is forgotten with each token, so that no state shows
+            elif family.startswith("Bailing") and name.endswith("A_log"):
+                parameter.uniform_(-0.5, 0.5)
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.1)
             elif name.endswith("q_norm.weight") and family.lower().startswith("gemma4"):  # the factor of its scores is in it
