@@ -266,14 +266,16 @@ def short_conv(inputs: ConvInputs, window: torch.Tensor, rows: StateRows | State
                 window[page] = held
 
 
-def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, is_sigmoid: bool = False
+) -> torch.Tensor:
     """Reference of gated_norm.gated_norm."""
     wide, gates = x.double(), gate.double().view(x.shape)
     if weight.dim() == 2:
         wide = wide * gates * torch.sigmoid(gates)
         return (wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype).flatten(1)
     normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.double()
-    return (normed * gates * torch.sigmoid(gates)).to(x.dtype).flatten(1)
+    return (normed * (1.0 if is_sigmoid else gates) * torch.sigmoid(gates)).to(x.dtype).flatten(1)
 
 
 def _read_state(state: DeltaState, page: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,12 +310,22 @@ def _take_tokens(
                 out[token, head] = q @ memory[head] + scan.skip[head].double() * v
                 continue
             q, k = (x / torch.sqrt(x @ x + 1e-6) for x in (q, k))
-            beta, gate = (inputs.gates[token, place].double() for place in (head, num_heads + head))
-            grown = torch.nn.functional.softplus(gate + inputs.decay_bias[head].double())
-            memory[head] *= torch.exp(-torch.exp(inputs.decay_log[head].double()) * grown)
+            beta = inputs.gates[token, head].double()
+            memory[head] *= torch.exp(_find_decay(inputs, token, head, num_heads, key_dim))
             memory[head] += torch.outer(k, (v - k @ memory[head]) * torch.sigmoid(beta))
             out[token, head] = q @ memory[head] * key_dim**-0.5
     return memory, window
+
+
+def _find_decay(inputs: DeltaInputs, token: int, head: int, num_heads: int, key_dim: int) -> torch.Tensor:
+    """The logarithm of what a token leaves of a head's matrix: [1, 1], or of each of its rows [Dk, 1]."""
+    rate, channels = torch.exp(inputs.decay_log[head].double()), inputs.channels
+    gates = inputs.gates[token, num_heads:] if channels is None else channels.gates[token]
+    own = slice(head, head + 1) if channels is None else slice(head * key_dim, (head + 1) * key_dim)
+    grown = (gates[own].double() + inputs.decay_bias[own].double())[:, None]
+    if channels is not None and channels.least is not None:
+        return channels.least * torch.sigmoid(rate * grown)
+    return -rate * torch.nn.functional.softplus(grown)
 
 
 def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:

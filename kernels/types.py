@@ -107,15 +107,31 @@ class ScanRule(NamedTuple):
     most: float
 
 
+class ChannelRule(NamedTuple):
+    """What Kimi Delta Attention (arXiv 2510.26692) has otherwise: each dimension of a head's keys forgets by itself.
+
+    Attributes:
+        gates: [T, Hv Dk], as mixed, row t at a stride: how much each of them forgets.
+        least: of the logarithm of what a token leaves, below 0; it is this times the sigmoid of exp(decay_log) times the sum of
+            gate and bias. None: there is none, and it is as that of a whole head.
+    """
+
+    gates: torch.Tensor
+    least: float | None
+
+
 class DeltaInputs(NamedTuple):
     """What the tokens of a step bring to a gated delta net, and its weights. C is 2 Hk Dk + Hv Dv.
 
     Attributes:
         mixed: [T, C], queries, keys and values before the convolution, row t at a stride.
-        gates: [T, 2 Hv], how much each head corrects, and how much it forgets; with `scan` [T, Hv], of its steps.
+        gates: [T, 2 Hv], how much each head corrects, and how much it forgets; with `scan` [T, Hv], of its steps; with
+            `channels` [T, Hv], how much it corrects.
         conv: [C, kernel], as mixed.
-        decay_bias, decay_log: float32 [Hv]; a head forgets at exp(decay_log) times the softplus of its gate and the bias.
+        decay_bias, decay_log: float32 [Hv]; a head forgets at exp(decay_log) times the softplus of its gate and the bias. With
+            `channels` the bias is [Hv Dk].
         scan: of Mamba 2, where queries and keys have the length that they have; None: of a gated delta net.
+        channels: of a gated delta net whose dimensions forget one by one, where Hk is Hv; None: heads forget.
     """
 
     mixed: torch.Tensor
@@ -124,6 +140,7 @@ class DeltaInputs(NamedTuple):
     decay_bias: torch.Tensor
     decay_log: torch.Tensor
     scan: ScanRule | None = None
+    channels: ChannelRule | None = None
 
 
 class DeltaState(NamedTuple):

@@ -35,6 +35,7 @@ def get_host_format(pool: pb.PoolInfo) -> str:
 def make_kv_spec(model: ServedModel, block_size: int) -> pb.KvSpec:
     """What must be equal in another engine's model for the two to share K and V."""
     layout, groups = model.layout(block_size), model.groups
+    num_layers = sum(len(group.layers) for group in groups) or layout.num_layers
     spec = pb.KvSpec(
         model_id=model.model_id,
         revision=model.revision,
@@ -47,8 +48,14 @@ def make_kv_spec(model: ServedModel, block_size: int) -> pb.KvSpec:
         # A latent is K and V at once, so to the cache service a block is an opaque page, and reading K and V of it is refused.
         # The digest is of what the page is, in words: engines that agree in them lay out the same bytes.
         words = f"latent and rotated key, {list(layout.view_shape)} {str(layout.dtype).removeprefix('torch.')}"
-        spec.layout = pb.KV_LAYOUT_OPAQUE  # a latent is whole on every rank, so that each has the same pages
-        spec.page.CopyFrom(pb.PageLayout(page_bytes=layout.block_bytes, digest=sha256(words.encode()).hexdigest()))
+        page = pb.PageLayout(page_bytes=layout.block_bytes, digest=sha256(words.encode()).hexdigest())
+        if not groups:
+            spec.layout = pb.KV_LAYOUT_OPAQUE  # a latent is whole on every rank, so that each has the same pages
+            spec.page.CopyFrom(page)
+            return spec
+        spec.layout, spec.num_layers = pb.KV_LAYOUT_GROUPED, num_layers
+        spec.groups.extend(_group(group, layout) for group in groups)
+        spec.groups[0].page.CopyFrom(page)  # the others have states
         return spec
     spec.num_kv_heads, spec.head_dim, spec.sliding_window = layout.num_kv_heads, layout.head_dim, model.sliding_window
     if isinstance(layout, QuantisedLayout):  # without scales a block is as any of that element type
@@ -56,10 +63,7 @@ def make_kv_spec(model: ServedModel, block_size: int) -> pb.KvSpec:
         spec.layout = pb.KV_LAYOUT_SCALED if layout.kv_format.scale_bytes else pb.KV_LAYOUT_BLOCK_MAJOR
         spec.groups.extend(_stored_group(group, _KV_DTYPES[layout.dtype]) for group in groups)
     else:
-        spec.num_layers, spec.kv_dtype = (
-            sum(len(group.layers) for group in groups) or layout.num_layers,
-            _KV_DTYPES[layout.dtype],
-        )
+        spec.num_layers, spec.kv_dtype = num_layers, _KV_DTYPES[layout.dtype]
         spec.layout = pb.KV_LAYOUT_GROUPED if groups else pb.KV_LAYOUT_BLOCK_MAJOR
         spec.groups.extend(_group(group, layout) for group in groups)
     return spec

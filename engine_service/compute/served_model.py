@@ -290,12 +290,12 @@ def _refuses_retention(model: Model) -> str:
     """Why the model cannot use retention; empty: it can. Retention rotates queries a second time, and needs full attention."""
     if not isinstance(model, Decoder):
         return "a model that the transformers library runs"
+    if has_states(model.config):
+        return "a model with recurrent layers"
     if model.config.is_latent:
         return "a model whose cache holds latents"
     if any(model.config.chunks):
         return "a model with chunks of its own"
-    if has_states(model.config):
-        return "a model with recurrent layers"
     if model.config.temperature is not None:
         return "a model whose queries grow with their position"
     return "a model with windows of its own" if any(model.config.windows) else ""

@@ -87,7 +87,7 @@ def state_groups(model: Decoder, block_size: int, checkpoint_blocks: int) -> tup
         {config.mixing.index(layer) for layer in config.recurrent.layers},
         len(config.mixing),
         state_bytes(config.recurrent.shape.state, model.dtype.itemsize),
-        2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize,
+        (1 if config.is_latent else 2) * config.num_kv_heads * config.head_dim * model.dtype.itemsize,
         block_size,
         checkpoint_blocks,
     )

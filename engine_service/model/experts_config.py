@@ -92,8 +92,7 @@ def parse_experts(
 
 def _expert_layers(raw: Mapping[str, Any], rule: RoutingRule, num_layers: int) -> frozenset[int]:
     """All but the first ones and mlp_only_layers, and every decoder_sparse_step-th of them only; or as mlp_layer_types says."""
-    if rule.has_layer_types:
-        kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
+    if rule.has_layer_types and (kinds := raw.get("mlp_layer_types")):
         if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
             raise bad("mlp_layer_types", f"must be a list of {num_layers}, each dense or sparse")
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvkeeper.kernels.activations.linear import linear
+from kvkeeper.kernels.activations.gates import weigh_by_sigmoid
+from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.attention.latent_attention import (
@@ -21,6 +22,7 @@ from kvkeeper.kernels.attention.latent_attention import (
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from kvkeeper.kernels.attention.paged_rows import GatherPlan
 from kvkeeper.kernels.store_latent import store_latent
+from kvkeeper.kernels.types import LinearWeight
 
 from .attention import AttentionMetadata, DecodeRows, PrefillRows, join_parts, pick
 from .experts import Weight
@@ -37,6 +39,7 @@ class LatentWeights:
         query_norm: [Q]. query_up: [N (K + P), Q]: each head's own part, then the rotated one. None: queries have no rank.
         norm: [R], of latents.
         up: [N, K + V, R], what would make keys and values of a latent.
+        gate: [N, H], the sigmoid of which weighs what each head attends to, in the weights' own dtype; None: nothing does.
     """
 
     down: Weight
@@ -44,10 +47,13 @@ class LatentWeights:
     query_up: Weight | None
     norm: torch.Tensor
     up: torch.Tensor
+    gate: LinearWeight | None = None
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "LatentWeights":
         """up stays as it is: it multiplies head by head."""
-        return replace(self, down=pack(self.down), query_up=None if self.query_up is None else pack(self.query_up))
+        query_up = None if self.query_up is None else pack(self.query_up)
+        gate = None if self.gate is None else pack_linear(self.gate)
+        return replace(self, down=pack(self.down), query_up=query_up, gate=gate)
 
 
 def latent_attention(
@@ -77,7 +83,10 @@ def latent_attention(
     if (several := metadata.prefill) is not None:
         own = pick(q, several.token_rows), pick(q_rope, several.token_rows)
         parts.append((several.token_rows, _prefill(*own, weights, widths, scale, kv_layer, several)))
-    return join_parts(len(x), parts).flatten(1)
+    out = join_parts(len(x), parts)
+    if weights.gate is None:
+        return out.flatten(1)
+    return weigh_by_sigmoid(out.reshape(-1, widths.value), linear(x, weights.gate).view(-1, 1)).view(len(x), -1)
 
 
 def _decode(

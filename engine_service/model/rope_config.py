@@ -11,6 +11,7 @@ from .families.family import Family
 
 _ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 _BETAS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
+_PART: Final = "partial_rotary_factor"
 _ORIGINAL: Final = "original_max_position_embeddings"
 
 
@@ -71,7 +72,9 @@ def parse_rope(raw: Mapping[str, Any], max_position: int, family: Family) -> Rop
         parameters = parameters["full_attention"]
     elif raw.get(_ORIGINAL) is not None:  # it has the last word, as in transformers
         parameters = {**parameters, _ORIGINAL: raw[_ORIGINAL]}
-    parameters = {"rope_theta": theta, "partial_rotary_factor": family.default_part, **parameters}
+    parameters = {"rope_theta": theta, _PART: family.default_part, **parameters}
+    if family.latent is not None:  # what is rotated is qk_rope_head_dim, whatever part of another size that is
+        raw, parameters = ({name: said for name, said in each.items() if name != _PART} for each in (raw, parameters))
     return _parse(raw, parameters, max_position, may_be_part=family.has_partial_rope)
 
 
@@ -95,11 +98,11 @@ def _parse(
         kind = "default"
     if kind not in _ROPE_KINDS:
         raise UnsupportedModelError("rope type", kind, ", ".join(_ROPE_KINDS))
-    part = raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))
+    part = raw.get(_PART, parameters.get(_PART, 1.0))
     if part != 1.0 and kind != "proportional" and not (may_be_part and kind in ("default", "longrope")):
-        raise UnsupportedModelError("partial_rotary_factor", part, "1.0")
+        raise UnsupportedModelError(_PART, part, "1.0")
     if not isinstance(part, int | float) or not 0 < part <= 1:
-        raise bad("partial_rotary_factor", f"must be above 0 and at most 1, is {part!r}")
+        raise bad(_PART, f"must be above 0 and at most 1, is {part!r}")
     theta = number(parameters, "rope_theta")
     score_magnitude = 1.0
     if kind != "default" and parameters.get("mscale_all_dim"):

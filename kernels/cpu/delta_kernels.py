@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 
 from ..types import STATE_CHUNK
-from .delta_tiles import COLUMNS, copy_columns, pass_tile
+from .delta_tiles import COLUMNS, copy_columns, pass_tile, pass_tile_of_channels
 from .kernel_parts import exp, find_share, floats_at, get_or, helper, int64s_at, keep, named_kernel
 from .number_formats import element_of_file
 
@@ -123,6 +123,36 @@ def _find_step(gate, bias):
 
 
 @helper
+def _find_softplus(x):
+    """The same of one number, within 2e-7 of it, in a loop that is vectorised: log(1 + u) is 2 artanh(u / (2 + u))."""
+    u = exp(-abs(x))
+    s = u / (np.float32(2) + u)
+    t = s * s
+    p = np.float32(1 / 13) * t + np.float32(1 / 11)
+    p = p * t + np.float32(1 / 9)
+    p = p * t + np.float32(1 / 7)
+    p = p * t + np.float32(1 / 5)
+    p = p * t + np.float32(1 / 3)
+    p = p * t + np.float32(1)
+    return (x if x > np.float32(0) else np.float32(0)) + np.float32(2) * s * p
+
+
+@helper
+def _decay_channels(gates, biases, log, least, q, k, own_k, decays, size):
+    """What each dimension keeps goes to `decays`; keys go on to own_k, and q and k become those that read what is kept."""
+    rate = np.float32(np.exp(np.float64(log)))
+    for i in range(size):
+        x = number_of(gates[i]) + biases[i]
+        if least < np.float32(0):
+            decays[i] = exp(least / (np.float32(1) + exp(-rate * x)))
+        else:
+            decays[i] = exp(-rate * _find_softplus(x))
+    for i in range(size):
+        own_k[i] = k[i]
+        q[i], k[i] = q[i] * decays[i], k[i] * decays[i]
+
+
+@helper
 def _find_decay(step, log):
     """How much of a head's matrix a token keeps."""
     return np.float32(np.exp(-np.exp(np.float64(log)) * step))
@@ -131,14 +161,15 @@ def _find_decay(step, log):
 @named_kernel(__name__)
 def delta_rule(data):
     """Rows of tokens through their states. delta.py says what each argument is."""
-    args, numbers = carray(data, (29,), np.int64), carray(data, (29,), np.float64)
+    args, numbers = carray(data, (31,), np.int64), carray(data, (31,), np.float64)
     mixed_at, mixed_stride, gates_at, gates_stride, weight_at = args[2], args[3], args[4], args[5], args[6]
     bias_at, log_at, out_at = args[7], args[8], args[9]
     memory_at, memory_stride, conv_at, conv_stride = args[10], args[11], args[12], args[13]
     reads_at, starts_at, firsts_at, lens_at, writes_at = args[14], args[15], args[16], args[17], args[18]
     num_rows, num_keys, each, key_dim, value_dim, kernel = args[19], args[20], args[21], args[22], args[23], args[24]
-    conv_bias_at, skip_at, least, most = args[25], args[26], numbers[27], numbers[28]
-    is_scan = skip_at != 0
+    conv_bias_at, skip_at, channels_at, channels_stride = args[25], args[26], args[27], args[28]
+    least, most = numbers[29], numbers[30]
+    is_scan, has_channels = skip_at != 0, channels_at != 0
     values, num_heads, height, before = each * value_dim, num_keys * each, key_dim + key_dim % 2, kernel - 1
     channels, row_len = 2 * key_dim + values, 2 * num_keys * key_dim + num_heads * value_dim
     num_tiles = (value_dim + COLUMNS - 1) // COLUMNS
@@ -148,14 +179,17 @@ def delta_rule(data):
     taps, conv_biases = np.empty(kernel * channels, np.float32), np.zeros(channels, np.float32)
     window = np.empty((before + STATE_CHUNK) * channels, np.float32)
     made = np.empty(STATE_CHUNK * channels, np.float32)
-    turned = np.zeros(2 * STATE_CHUNK * height, np.float32)  # each token's query and key
+    # Each token's query and key; where channels decay, these as they read what was before, the key itself, and the decays.
+    width_turned = (4 if has_channels else 2) * height
+    turned = np.zeros(STATE_CHUNK * width_turned, np.float32)
     # Each token's query times its key; by head what it keeps, and what it corrects, or adds.
     scales = np.empty((2 * each + 1) * STATE_CHUNK, np.float32)
     vectors = np.zeros(3 * COLUMNS, np.float32)
     tiles_at, turned_at, deltas_at = tiles.ctypes.data, turned.ctypes.data, vectors.ctypes.data
     held_at, made_at = deltas_at + 4 * COLUMNS, deltas_at + 8 * COLUMNS
     deltas, held, read = floats_at(deltas_at, COLUMNS), floats_at(held_at, COLUMNS), floats_at(made_at, COLUMNS)
-    biases, logs, reads = floats_at(bias_at, num_heads), floats_at(log_at, num_heads), int64s_at(reads_at, num_rows)
+    biases = floats_at(bias_at, num_heads * key_dim if has_channels else num_heads)
+    logs, reads = floats_at(log_at, num_heads), int64s_at(reads_at, num_rows)
     first_item, last_item = find_share(args, num_rows * num_keys)
     taps_of = np.int64(-1)
     for item in range(first_item, last_item):
@@ -185,7 +219,8 @@ def delta_rule(data):
                 )
             _convolve(window, taps, conv_biases, made, count, kernel, channels)
             for token in range(count):
-                q, k = turned[2 * token * height :], turned[(2 * token + 1) * height :]
+                own = turned[token * width_turned :]
+                q, k = own, own[height:]
                 if is_scan:
                     for i in range(key_dim):
                         q[i], k[i] = made[token * channels + i], made[token * channels + key_dim + i]
@@ -196,17 +231,24 @@ def delta_rule(data):
                 for i in range(key_dim):
                     overlap += q[i] * k[i]
                 scales[token] = overlap
-                gates = row_at(gates_at + (first + token) * gates_stride * NUM_BYTES, num_heads if is_scan else 2 * num_heads)
+                gates = row_at(gates_at + (first + token) * gates_stride * NUM_BYTES, 2 * num_heads)
+                if has_channels:
+                    at = channels_at + ((first + token) * channels_stride + head * key_dim) * NUM_BYTES
+                    own_biases, bound = biases[head * key_dim :], np.float32(least)
+                    row_gates, own_k, kept = row_at(at, key_dim), own[2 * height :], own[3 * height :]
+                    _decay_channels(row_gates, own_biases, logs[head], bound, q, k, own_k, kept, key_dim)
+                    scales[STATE_CHUNK + token] = np.float32(1)
                 for number in range(each):
                     value_head = head * each + number
-                    gate = number_of(gates[value_head if is_scan else num_heads + value_head])
-                    step = _find_step(gate, biases[value_head])
-                    if is_scan:
-                        step = least if step < least else most if step > most else step
-                        scales[(2 * number + 2) * STATE_CHUNK + token] = np.float32(step)
-                    scales[(2 * number + 1) * STATE_CHUNK + token] = _find_decay(step, logs[value_head])
-                    if is_scan:
-                        continue
+                    if not has_channels:
+                        gate = number_of(gates[value_head if is_scan else num_heads + value_head])
+                        step = _find_step(gate, biases[value_head])
+                        if is_scan:
+                            step = least if step < least else most if step > most else step
+                            scales[(2 * number + 2) * STATE_CHUNK + token] = np.float32(step)
+                        scales[(2 * number + 1) * STATE_CHUNK + token] = _find_decay(step, logs[value_head])
+                        if is_scan:
+                            continue
                     scales[(2 * number + 2) * STATE_CHUNK + token] = np.float32(1) / (
                         np.float32(1) + exp(-number_of(gates[value_head]))
                     )
@@ -230,9 +272,13 @@ def delta_rule(data):
                             for i in range(width):
                                 deltas[i] = (v[i] - decays[token] * held[i]) * betas[token]
                                 out[i] = element_of(decays[token] * read[i] + scales[token] * deltas[i])
-                        k_at = q_at + 4 * height
-                        q_at += 8 * height if token + 1 < count else 0
-                        pass_tile(tile_at, height, decays[token], k_at, deltas_at, q_at + 4 * height, q_at, held_at, made_at)
+                        k_at, decays_at = q_at + (8 if has_channels else 4) * height, q_at + 12 * height
+                        q_at += 4 * width_turned if token + 1 < count else 0
+                        read_at = q_at + 4 * height
+                        if has_channels:
+                            pass_tile_of_channels(tile_at, height, decays_at, k_at, deltas_at, read_at, q_at, held_at, made_at)
+                        else:
+                            pass_tile(tile_at, height, decays[token], k_at, deltas_at, read_at, q_at, held_at, made_at)
             page = int64s_at(writes_at, chunk + 1)[chunk]
             for i in range(before):
                 inputs = window[i * channels : (i + 1) * channels]

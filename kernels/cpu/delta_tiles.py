@@ -5,6 +5,7 @@ that there are twice as many sums and none waits for the one before; they are ad
 tile, so that it does not show where a run of tokens was cut.
 """
 
+from functools import partial
 from typing import Any, Final
 
 from llvmlite import ir
@@ -31,22 +32,19 @@ def copy_columns(typing_context, from_at, to_at):
     return types.void(types.int64, types.int64), generate
 
 
-@intrinsic
-def pass_tile(typing_context, tile_at, num_keys, decay, k_at, delta_at, next_k_at, next_q_at, held_at, made_at):
-    """tile [num_keys, COLUMNS] = decay tile + k delta; held [COLUMNS] = next_k tile, and made [COLUMNS] = next_q tile, of that.
+def _make_pass(name: str, decay: Any) -> Any:
+    @intrinsic
+    def pass_tile(typing_context, tile_at, num_keys, decay_or_at, k_at, delta_at, next_k_at, next_q_at, held_at, made_at):
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            call_outlined(builder, name, partial(_emit, has_many=decay is types.int64), arguments)
+            return context.get_dummy_value()
 
-    num_keys is even. All are float32 by their addresses, but for decay.
-    """
+        return types.void(types.int64, types.int64, decay, *[types.int64] * 6), generate
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        call_outlined(builder, "kvkeeper_delta_tile", _emit, arguments)
-        return context.get_dummy_value()
-
-    long = types.int64
-    return types.void(long, long, types.float32, *[long] * 6), generate
+    return pass_tile
 
 
-def _emit(builder: Any, arguments: Any) -> None:
+def _emit(builder: Any, arguments: Any, has_many: bool) -> None:
     """The whole pass; leaves the builder at its end."""
     tile_at, num_keys, decay, k_at, delta_at, next_k_at, next_q_at, held_at, made_at = arguments
     of = Floats(builder, FLOAT32)
@@ -58,7 +56,7 @@ def _emit(builder: Any, arguments: Any) -> None:
     def spread_at(address: Any, offset: Any) -> Any:
         return of.spread_float(builder.load(builder.inttoptr(builder.add(address, offset), _FLOAT.as_pointer()), align=4))
 
-    decays = of.spread_float(decay)
+    decays = None if has_many else of.spread_float(decay)
     deltas = [builder.load(vector_at(delta_at, number), align=4) for number in range(MOST_VECTORS)]
     before, step, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(step)
@@ -71,9 +69,10 @@ def _emit(builder: Any, arguments: Any) -> None:
     for row in range(2):
         place = builder.add(offset, LONG(4 * row))
         k, next_k, next_q = (spread_at(each, place) for each in (k_at, next_k_at, next_q_at))
+        kept_part = spread_at(decay, place) if has_many else decays
         for number in range(MOST_VECTORS):
             own = vector_at(at, row * MOST_VECTORS + number)
-            kept = builder.fmul(builder.load(own, align=4), decays)
+            kept = builder.fmul(builder.load(own, align=4), kept_part)
             value = of.call(fma, of.floats, k, deltas[number], kept)
             builder.store(value, own, align=4)
             held, made = sums[2 * (row * MOST_VECTORS + number) :][:2]
@@ -88,3 +87,9 @@ def _emit(builder: Any, arguments: Any) -> None:
         for which, to in enumerate((held_at, made_at)):
             total = builder.fadd(found[2 * number + which], found[half + 2 * number + which])
             builder.store(total, vector_at(to, number), align=4)
+
+
+# tile [num_keys, COLUMNS] = decay tile + k delta; held [COLUMNS] = next_k tile, and made [COLUMNS] = next_q tile, of that.
+# num_keys is even. All are float32 by their addresses, but for decay; of channels it is [num_keys] by its address, too.
+pass_tile: Final = _make_pass("kvkeeper_delta_tile", types.float32)
+pass_tile_of_channels: Final = _make_pass("kvkeeper_delta_tile_of_channels", types.int64)

@@ -107,11 +107,12 @@ def rotary_store_kv(data):
 def gated_norm(data):
     """out [T, H, D] = x [T, H, D], each head's root mean square 1, times weight [D] and silu of gate, row t at stride.
 
-    is_behind: the weight is [H, D], and the root mean square is 1 of what is gated.
+    is_behind: the weight is [H, D], and the root mean square is 1 of what is gated. is_sigmoid: the gate's sigmoid, no silu.
     """
-    args, numbers = carray(data, (12,), np.int64), carray(data, (12,), np.float64)
+    args, numbers = carray(data, (13,), np.int64), carray(data, (13,), np.float64)
     x_at, gate_at, weight_at, out_at = args[2], args[3], args[4], args[5]
-    num_rows, num_heads, size, stride, is_behind, eps = args[6], args[7], args[8], args[9], args[10], numbers[11]
+    num_rows, num_heads, size, stride, is_behind, is_sigmoid = args[6], args[7], args[8], args[9], args[10], args[11]
+    eps = numbers[12]
     weight = row_at(weight_at, size)
     gated = np.empty(size * is_behind, np.float32)
     first, last = find_share(args, num_rows * num_heads)
@@ -135,7 +136,8 @@ def gated_norm(data):
         factor = np.float32(1.0 / np.sqrt(np.float64(total) / size + eps))
         for i in range(size):
             g = number_of(gates[i])
-            out[i] = element_of(number_of(x[i]) * factor * number_of(weight[i]) * g / (np.float32(1) + exp(-g)))
+            top = np.float32(1) if is_sigmoid != 0 else g
+            out[i] = element_of(number_of(x[i]) * factor * number_of(weight[i]) * top / (np.float32(1) + exp(-g)))
 
 
 @named_kernel(__name__)

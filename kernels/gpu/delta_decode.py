@@ -30,9 +30,13 @@ def find_step(gate, bias):
 
 
 @triton.jit
-def find_decay(gate, bias, log):
-    """The logarithm of what a head's matrix keeps."""
-    return -tl.exp(log) * find_step(gate, bias)
+def find_decay(gate, bias, log, least):
+    """The logarithm of what a head's matrix keeps, or each of its rows; bounded, where there is a least."""
+    if least is None:
+        decay = -tl.exp(log) * find_step(gate, bias)
+    else:
+        decay = least * tl.sigmoid(tl.exp(log) * (gate.to(tl.float32) + bias))
+    return decay
 
 
 @triton.jit
@@ -96,9 +100,11 @@ def delta_decode_kernel(
     bias_ptr,
     log_ptr,
     skip_ptr,
+    channel_ptr,
     memory_ptr,
     out_ptr,
     gate_stride,
+    channel_stride,
     page_stride,
     scale,
     least,
@@ -110,7 +116,10 @@ def delta_decode_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
 ):
-    """V columns of one value head's matrix, of one row. least, most, skip: of a scan; None: of a gated delta net."""
+    """V columns of one value head's matrix, of one row. least, most, skip: of a scan; None: of a gated delta net.
+
+    channel: where the dimensions of a head forget one by one; least is of these then, or None.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, values = tl.arange(0, K), tl.program_id(2) * V + tl.arange(0, V)
     is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
@@ -126,10 +135,15 @@ def delta_decode_kernel(
         k = tl.load(k_ptrs, mask=is_key, other=0.0).to(tl.float32)
     v = tl.load(at + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM + values, mask=is_value, other=0.0).to(tl.float32)
     gate_ptrs = gate_ptr + token * gate_stride + head
-    if skip_ptr is None:
+    if channel_ptr is not None:
+        beta = tl.sigmoid(tl.load(gate_ptrs).to(tl.float32))
+        gate = tl.load(channel_ptr + token * channel_stride + head * KEY_DIM + keys, mask=is_key, other=0.0)
+        bias = tl.load(bias_ptr + head * KEY_DIM + keys, mask=is_key, other=0.0)
+        decay = tl.exp(find_decay(gate, bias, tl.load(log_ptr + head), least))[:, None]
+    elif skip_ptr is None:
         beta = tl.sigmoid(tl.load(gate_ptrs).to(tl.float32))
         gate = tl.load(gate_ptrs + NUM_HEADS)
-        decay = tl.exp(find_decay(gate, tl.load(bias_ptr + head), tl.load(log_ptr + head)))
+        decay = tl.exp(find_decay(gate, tl.load(bias_ptr + head), tl.load(log_ptr + head), None))
     else:
         beta = bound_step(find_step(tl.load(gate_ptrs), tl.load(bias_ptr + head)), least, most)
         decay = tl.exp(-tl.exp(tl.load(log_ptr + head)) * beta)
@@ -151,7 +165,7 @@ def delta_decode_kernel(
 
 def delta_decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.Tensor) -> None:
     """The CUDA path of kernels.recurrent.delta_rule.delta_decode, with its arguments."""
-    num_rows, (channels, kernel), scan = len(rows.reads), inputs.conv.shape, inputs.scan
+    num_rows, (channels, kernel), scan, rule = len(rows.reads), inputs.conv.shape, inputs.scan, inputs.channels
     _, num_heads, key_dim, value_dim = state.memory.shape
     made = torch.empty((num_rows, channels), dtype=out.dtype, device=out.device)
     convolve_row_kernel[(num_rows, cdiv(channels, _CHANNELS))](
@@ -180,12 +194,14 @@ def delta_decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: t
         inputs.decay_bias,
         inputs.decay_log,
         None if scan is None else scan.skip,
+        None if rule is None else rule.gates,
         state.memory,
         out,
         inputs.gates.stride(0),
+        None if rule is None else rule.gates.stride(0),
         state.memory.stride(0),
         key_dim**-0.5,
-        None if scan is None else scan.least,
+        scan.least if scan is not None else None if rule is None else rule.least,
         None if scan is None else scan.most,
         NUM_KEYS=(channels - num_heads * value_dim) // (2 * key_dim),
         NUM_HEADS=num_heads,

@@ -3,6 +3,7 @@
 Three launches. The convolution of all chunks. What a chunk's tokens have to do with each other, of all chunks at once: the
 tokens' corrections are a triangular system, whose inverse is made row by row, because a product of powers of a matrix loses all
 digits where keys are alike. Then the rows' chunks one behind the other, each program on some columns of a head's matrix.
+Where the dimensions of a head forget one by one, delta_channels.py makes that system.
 """
 
 import torch
@@ -11,6 +12,7 @@ import triton.language as tl
 
 from ..types import STATE_CHUNK, DeltaInputs, DeltaState, StateChunks
 from .attention_tiles import COMPUTE_TYPES
+from .delta_channels import find_system, load_keys
 from .delta_decode import bound_step, find_decay, find_step, silu
 from .sizes import cdiv, power_of_2
 
@@ -75,15 +77,6 @@ def convolve_chunk_kernel(
 
 
 @triton.jit
-def load_keys(ptrs, live, IS_UNIT: tl.constexpr):
-    """Heads of tokens, at length 1 or as they are."""
-    x = tl.load(ptrs, mask=live, other=0.0).to(tl.float32)
-    if IS_UNIT:
-        x = x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-    return x
-
-
-@triton.jit
 def find_between(total, TOKENS: tl.constexpr):
     """What is left of token j's part at token i, [i, j]: e^(total[i] - total[j]), 0 where j comes later."""
     tokens = tl.arange(0, TOKENS)
@@ -103,6 +96,7 @@ def chunk_kernel(
     read_ptr,
     corrected_ptr,
     share_ptr,
+    system_ptr,
     gate_stride,
     scale,
     least,
@@ -122,6 +116,8 @@ def chunk_kernel(
     which each token reads that, and corrected [T, NUM_HEADS, VALUE_DIM], what it adds to what it so reads. share [T, NUM_HEADS,
     TOKENS]: how much of what each token of the chunk adds is in a token's output. Of a scan, whose steps have bounds, there is
     no read, and corrected is all that a token adds.
+
+    system: of find_system, which has made share, too; total is [T, NUM_HEADS, KEY_DIM] then, and made.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, keys, values = tl.arange(0, TOKENS), tl.arange(0, K), tl.arange(0, V)
@@ -133,24 +129,33 @@ def chunk_kernel(
     k_ptrs, q_ptrs = rows + (NUM_KEYS + key_head) * KEY_DIM, rows + key_head * KEY_DIM
     k = load_keys(k_ptrs[:, None] + keys[None, :], is_key, read_ptr is not None)
     v = tl.load((rows + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM)[:, None] + values[None, :], mask=is_value, other=0.0)
-    gates = gate_ptr + own * gate_stride + head
-    if read_ptr is not None:
+    gates, places = gate_ptr + own * gate_stride + head, own * NUM_HEADS + head
+    if system_ptr is not None:
         beta = tl.where(live, tl.sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
-        decay = find_decay(tl.load(gates + NUM_HEADS, mask=live, other=0.0), tl.load(bias_ptr + head), tl.load(log_ptr + head))
+        is_later = live[:, None] & (tokens[:, None] > tokens[None, :])
+        system = tl.load((system_ptr + places * TOKENS)[:, None] + tokens[None, :], mask=is_later, other=0.0) * beta[:, None]
+        total = tl.load((total_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
+        k = k * tl.exp(total)
+    elif read_ptr is not None:
+        beta = tl.where(live, tl.sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
+        gate = tl.load(gates + NUM_HEADS, mask=live, other=0.0)
+        decay = find_decay(gate, tl.load(bias_ptr + head), tl.load(log_ptr + head), None)
     else:
         step = find_step(tl.load(gates, mask=live, other=0.0), tl.load(bias_ptr + head))
         beta = tl.where(live, bound_step(step, least, most), 0.0)
         decay = -tl.exp(tl.load(log_ptr + head)) * beta
-    total = tl.cumsum(tl.where(live, decay, 0.0), 0)
-    if read_ptr is not None:
-        alike = tl.dot(k.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
-    between = find_between(total, TOKENS)
-    if read_ptr is not None:
-        system = tl.where(tokens[:, None] > tokens[None, :], alike * between * beta[:, None], 0.0)
-    q = load_keys(q_ptrs[:, None] + keys[None, :], is_key, read_ptr is not None) * scale
-    shares = tl.dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee") * between
-    places = own * NUM_HEADS + head
-    tl.store((share_ptr + places * TOKENS)[:, None] + tokens[None, :], shares.to(COMPUTE), mask=live[:, None])
+    if system_ptr is None:
+        total = tl.cumsum(tl.where(live, decay, 0.0), 0)
+        if read_ptr is not None:
+            alike = tl.dot(k.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
+        between = find_between(total, TOKENS)
+        if read_ptr is not None:
+            system = tl.where(tokens[:, None] > tokens[None, :], alike * between * beta[:, None], 0.0)
+        q = load_keys(q_ptrs[:, None] + keys[None, :], is_key, read_ptr is not None) * scale
+        shares = tl.dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee") * between
+        tl.store((share_ptr + places * TOKENS)[:, None] + tokens[None, :], shares.to(COMPUTE), mask=live[:, None])
+        if read_ptr is not None:
+            k = k * tl.exp(total)[:, None]
     if read_ptr is not None:
         inverse = tl.where(tokens[:, None] == tokens[None, :], 1.0, 0.0)
         for row in range(1, TOKENS):
@@ -159,10 +164,11 @@ def chunk_kernel(
             inverse = tl.where(is_row, inverse - tl.sum(factors[:, None] * inverse, 0)[None, :], inverse)
         inverse = (inverse * beta[None, :]).to(COMPUTE)
         corrected = tl.dot(inverse, v.to(COMPUTE), input_precision="ieee")
-        read = tl.dot(inverse, (k * tl.exp(total)[:, None]).to(COMPUTE), input_precision="ieee")
+        read = tl.dot(inverse, k.to(COMPUTE), input_precision="ieee")
     else:
         corrected = v.to(tl.float32) * beta[:, None]
-    tl.store(total_ptr + places, total, mask=live)
+    if system_ptr is None:
+        tl.store(total_ptr + places, total, mask=live)
     if read_ptr is not None:
         tl.store((read_ptr + places * KEY_DIM)[:, None] + keys[None, :], read.to(COMPUTE), mask=is_key)
     tl.store((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], corrected.to(COMPUTE), mask=is_value)
@@ -193,9 +199,10 @@ def chain_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     COMPUTE: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr,
 ):
     """All chunks of one row, on V columns of one value head's matrix. by: what chunk_kernel calls read, where there is no
-    skip, which a scan has.
+    skip, which a scan has. HAS_CHANNELS: total is of each dimension of a head.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     tokens, keys, values = tl.arange(0, TOKENS), tl.arange(0, K), tl.program_id(2) * V + tl.arange(0, V)
@@ -212,8 +219,15 @@ def chain_kernel(
         q = load_keys(rows[:, None] + keys[None, :], is_key, skip_ptr is None) * scale
         k = load_keys((rows + NUM_KEYS * KEY_DIM)[:, None] + keys[None, :], is_key, skip_ptr is None)
         places = own * NUM_HEADS + head
-        last = tl.load(total_ptr + (first + count - 1) * NUM_HEADS + head)
-        total = tl.load(total_ptr + places, mask=live, other=0.0)
+        end = (first + count - 1) * NUM_HEADS + head
+        if HAS_CHANNELS:
+            last = tl.load(total_ptr + end * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
+            total = tl.load((total_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
+            grown, left, kept = tl.exp(total), tl.exp(last[None, :] - total), tl.exp(last)[:, None]
+        else:
+            last = tl.load(total_ptr + end)
+            total = tl.load(total_ptr + places, mask=live, other=0.0)
+            grown, left, kept = tl.exp(total)[:, None], tl.exp(last - total)[:, None], tl.exp(last)
         if skip_ptr is None:
             by = tl.load((by_ptr + places * KEY_DIM)[:, None] + keys[None, :], mask=is_key, other=0.0)
         corrected = tl.load((corrected_ptr + places * VALUE_DIM)[:, None] + values[None, :], mask=is_value, other=0.0)
@@ -222,14 +236,13 @@ def chain_kernel(
         if skip_ptr is None:
             new = (corrected.to(tl.float32) - tl.dot(by, held, input_precision="ieee")).to(COMPUTE)
         shares = tl.load((share_ptr + places * TOKENS)[:, None] + tokens[None, :], mask=live[:, None], other=0.0)
-        out = tl.dot((q * tl.exp(total)[:, None]).to(COMPUTE), held, input_precision="ieee")
+        out = tl.dot((q * grown).to(COMPUTE), held, input_precision="ieee")
         out = tl.dot(shares, new, out, input_precision="ieee")
         if skip_ptr is not None:
             v_ptrs = rows + (2 * NUM_KEYS - key_head) * KEY_DIM + head * VALUE_DIM
             v = tl.load(v_ptrs[:, None] + values[None, :], mask=is_value, other=0.0)
             out += v.to(tl.float32) * tl.load(skip_ptr + head)
-        left = tl.exp(last - total)
-        memory = tl.dot(tl.trans((k * left[:, None]).to(COMPUTE)), new, memory * tl.exp(last), input_precision="ieee")
+        memory = tl.dot(tl.trans((k * left).to(COMPUTE)), new, memory * kept, input_precision="ieee")
         out_ptrs = (out_ptr + places * VALUE_DIM)[:, None] + values[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_value)
         tl.store(cells + write * page_stride, memory, mask=is_cell & (write > 0))
@@ -239,7 +252,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
     """The CUDA path of kernels.recurrent.delta_rule.delta_prefill, with its arguments."""
     num_tokens, num_heads, value_dim = out.shape
     num_chunks, (channels, kernel), key_dim = len(chunks.rows), inputs.conv.shape, state.memory.shape[2]
-    scan = inputs.scan
+    scan, rule = inputs.scan, inputs.channels
     is_there = (chunks.reads > 0)[:, None, None]
     window = torch.where(is_there, state.conv.index_select(0, chunks.reads), 0.0)
     made = torch.empty((num_tokens, channels), dtype=out.dtype, device=out.device)
@@ -263,7 +276,8 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         COLS=_CHANNELS,
         num_warps=4,
     )
-    total = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=out.device)
+    total_shape = num_tokens, num_heads, *(() if rule is None else (key_dim,))
+    total = torch.empty(total_shape, dtype=torch.float32, device=out.device)
     read, corrected, shares = (
         torch.empty((num_tokens, num_heads, size), dtype=out.dtype, device=out.device)
         for size in (key_dim if scan is None else 0, value_dim, STATE_CHUNK)
@@ -278,6 +292,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         "K": max(power_of_2(key_dim), _LEAST),
         "COMPUTE": COMPUTE_TYPES[out.dtype],
     }
+    system = None if rule is None else find_system(rule, inputs, chunks, made, total, shares, scale, sizes)
     whole = max(power_of_2(value_dim), _LEAST)
     chunk_kernel[(num_chunks, num_heads)](
         made,
@@ -290,6 +305,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         by,
         corrected,
         shares,
+        system,
         inputs.gates.stride(0),
         scale,
         None if scan is None else scan.least,
@@ -316,6 +332,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
         state.memory.stride(0),
         scale,
         V=tile,
+        HAS_CHANNELS=rule is not None,
         num_warps=8,
         num_stages=2,
         **sizes,

@@ -23,10 +23,11 @@ def gated_norm_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     IS_BEHIND: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
 ):
     """ROWS heads of LEN elements; head h is of token h // TOKEN_HEADS. num_heads: of all tokens.
 
-    IS_BEHIND: weights [TOKEN_HEADS, LEN], of the norm of what is gated.
+    IS_BEHIND: weights [TOKEN_HEADS, LEN], of the norm of what is gated. IS_SIGMOID: the gate's sigmoid, not its silu.
     """
     heads, cols = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     live = (heads < num_heads)[:, None] & (cols < LEN)[None, :]
@@ -41,11 +42,17 @@ def gated_norm_kernel(
     else:
         weight = tl.load(weight_ptr + cols, mask=cols < LEN, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 1) / LEN + eps)
-        gated = x * scale[:, None] * weight[None, :] * (gate / (1.0 + tl.exp(-gate)))
+        weighed = x * scale[:, None] * weight[None, :]
+        if IS_SIGMOID:
+            gated = weighed / (1.0 + tl.exp(-gate))
+        else:
+            gated = weighed * (gate / (1.0 + tl.exp(-gate)))
     tl.store(out_ptr + at, gated.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, is_sigmoid: bool = False
+) -> torch.Tensor:
     """The CUDA path of kernels.recurrent.gated_norm, with its arguments."""
     num_tokens, num_heads, length = x.shape
     out = torch.empty((num_tokens, num_heads * length), dtype=x.dtype, device=x.device)
@@ -65,6 +72,7 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
             ROWS=rows_at_once,
             COLS=cols,
             IS_BEHIND=weight.dim() == 2,
+            IS_SIGMOID=is_sigmoid,
             num_warps=4,
         )
     return out

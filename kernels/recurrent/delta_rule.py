@@ -3,7 +3,8 @@
 Queries, keys and values are convolved, each channel over its last inputs, and go through silu; queries and keys are put to
 length 1. Then the rule: a token decays the matrix of each head, and corrects what it holds under its key. Mamba 2 (arXiv
 2405.21060) has the same without corrections: its keys are what it calls B, its queries C and its values x, at the length that
-they have, and what a token adds is weighed by its step. States are read from pages and written to pages, so a row may be cut
+they have, and what a token adds is weighed by its step. In Kimi Delta Attention (arXiv 2510.26692) each row of the matrix,
+which is a dimension of the keys, decays by itself. States are read from pages and written to pages, so a row may be cut
 anywhere: at block edges they are checkpoints. The order of the operations is that of transformers' Qwen3-Next and Nemotron-H.
 Torch and Triton compute several tokens in chunks (the WY form), and one by the recurrence.
 """
@@ -62,7 +63,7 @@ def delta_prefill(inputs: DeltaInputs, state: DeltaState, chunks: StateChunks, o
 
 
 def _check(op: str, inputs: DeltaInputs, state: DeltaState, rows: StateRows | StateChunks, out: torch.Tensor) -> None:
-    mixed, gates, conv, bias, log, scan = inputs
+    mixed, gates, conv, bias, log, scan, rule = inputs
     memory, window = state
     fits = memory.dim() == 4 and memory.dtype is torch.float32 and memory[0].is_contiguous()
     require(fits, op, "memory", "must be float32 [P, Hv, Dk, Dv], is {} {}", memory.dtype, memory.shape)
@@ -76,10 +77,17 @@ def _check(op: str, inputs: DeltaInputs, state: DeltaState, rows: StateRows | St
     num_tokens = len(mixed)
     fits = mixed.shape == (num_tokens, channels) and mixed.stride(1) == 1
     require(fits, op, "mixed", "must be rows of {}, is {}", channels, mixed.shape)
-    num_gates = num_heads if scan is not None else 2 * num_heads
+    num_gates, num_biases = 2 * num_heads if scan is None and rule is None else num_heads, num_heads
     fits = gates.shape == (num_tokens, num_gates) and gates.stride(1) == 1 and gates.dtype is mixed.dtype
     require(fits, op, "gates", "must be {} [{}, {}], is {}", mixed.dtype, num_tokens, num_gates, gates.shape)
-    columns = {"decay_bias": bias, "decay_log": log}
+    if rule is not None:
+        own, num_biases = rule.gates, num_heads * key_dim
+        fits = own.shape == (num_tokens, num_biases) and own.stride(1) == 1 and own.dtype is mixed.dtype
+        fits = fits and scan is None and num_keys == num_heads
+        require(fits, op, "channels", "must be {} [{}, {}], of as many keys as values", mixed.dtype, num_tokens, num_biases)
+    fits = bias.shape == (num_biases,) and bias.dtype is torch.float32 and bias.is_contiguous()
+    require(fits, op, "decay_bias", "must be float32 [{}], is {} {}", num_biases, bias.dtype, bias.shape)
+    columns = {"decay_log": log}
     if scan is not None:
         own = scan.conv_bias
         fits = own.shape == (channels,) and own.dtype is mixed.dtype and own.is_contiguous()
@@ -102,7 +110,7 @@ def _decode(inputs: DeltaInputs, state: DeltaState, rows: StateRows, out: torch.
         made = made + scan.conv_bias.float()
     q, k, v = _heads(functional.silu(made.to(out.dtype)), memory, scan)
     decay, beta = _gates(inputs, tokens)
-    memory = memory * decay.exp()[..., None, None]
+    memory = memory * decay.exp()[..., None]
     delta = v if scan is not None else v - (k[..., None, :] @ memory)[..., 0, :]
     memory = memory + k[..., None] * (delta * beta[..., None])[..., None, :]
     read = (q[..., None, :] @ memory)[..., 0, :]
@@ -157,12 +165,17 @@ def _normed(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _gates(inputs: DeltaInputs, tokens: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decay, in log space, and how much each token corrects, or adds: float32 [T, Hv] each."""
+    """Decay, in log space [T, Hv, 1 or Dk], and how much each token corrects, or adds [T, Hv]: float32."""
+    rates = inputs.decay_log.exp()[:, None]
     if (scan := inputs.scan) is not None:
         steps = functional.softplus(inputs.gates[tokens].float() + inputs.decay_bias).clamp(scan.least, scan.most)
-        return -inputs.decay_log.exp() * steps, steps
-    correction, forgetting = inputs.gates[tokens].chunk(2, 1)
-    decay = -inputs.decay_log.exp() * functional.softplus(forgetting.float() + inputs.decay_bias)
+        return -rates * steps[..., None], steps
+    correction, forgetting = inputs.gates[tokens].tensor_split((len(rates),), 1)
+    if (channels := inputs.channels) is not None:
+        forgetting = channels.gates[tokens]
+    grown = (forgetting.float() + inputs.decay_bias).unflatten(1, (len(rates), -1))
+    least = None if channels is None else channels.least
+    decay = -rates * functional.softplus(grown) if least is None else least * (rates * grown).sigmoid()
     return decay, correction.sigmoid().float()
 
 
@@ -175,20 +188,27 @@ def _compute_chunk(
     memory: torch.Tensor,
     scan: ScanRule | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [Hv, T, Dv] and the memory behind a chunk of all heads: [Hv, T, D] each, decay and beta [Hv, T]."""
+    """Outputs [Hv, T, Dv] and the memory behind a chunk of all heads: [Hv, T, D] each, decay [Hv, T, 1 or Dk], beta [Hv, T]."""
     new = v * beta[..., None]
     total = decay.cumsum(1)
     later = torch.ones((q.shape[1],) * 2, dtype=torch.bool, device=q.device).triu(1)
-    between = (total[:, :, None] - total[:, None]).masked_fill(later, -torch.inf).exp()
-    grown = total.exp()[..., None]
+    between = (total[:, :, None] - total[:, None]).masked_fill(later[..., None], -torch.inf).exp()
+    grown = total.exp()
     if scan is None:
         k_beta = k * beta[..., None]
-        system = (k_beta @ k.transpose(1, 2)) * between
+        system = _multiply(k_beta, k, between)
         corrected = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
         read = torch.linalg.solve_triangular(system, k_beta * grown, upper=False, unitriangular=True)
         new = corrected - read @ memory
-    made = (q * grown) @ memory + ((q @ k.transpose(1, 2)) * between) @ new
+    made = (q * grown) @ memory + _multiply(q, k, between) @ new
     if scan is not None:
         made = made + v * scan.skip[:, None, None]
-    left = (total[:, -1:] - total).exp()[..., None]
-    return made, memory * grown[:, -1:] + (k * left).transpose(1, 2) @ new
+    left = (total[:, -1:] - total).exp()
+    return made, memory * grown[:, -1, :, None] + (k * left).transpose(1, 2) @ new
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, between: torch.Tensor) -> torch.Tensor:
+    """Products [Hv, T, T] of rows [Hv, T, Dk], whose terms are weighed by between [Hv, T, T, 1 or Dk]."""
+    if between.shape[3] == 1:
+        return (a @ b.transpose(1, 2)) * between[..., 0]
+    return torch.einsum("hid,hjd,hijd->hij", a, b, between)

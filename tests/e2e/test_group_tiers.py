@@ -32,6 +32,7 @@ NUM_WHOLE = 4 * BLOCK_SIZE  # of a prompt, which ends one token behind a checkpo
 # of the group that attends to all tokens, and of each other one a state, or a window of two blocks.
 MODELS = {
     "gemma4_e2b": ("", 2, 4 + 2),
+    "kimi_linear": ("", 6, 4 + 5),
     "lfm2_moe": ("", 2, 4 + 1),
     "nemotron_3_nano": ("", 4, 4 + 1 + 1 + 1),
     "qwen3_5_27b": ("qwen3_5", 3, 4 + 1 + 1),

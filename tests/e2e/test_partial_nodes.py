@@ -19,7 +19,7 @@ _WHAT_USERS_SAY = [random_tokens(5 + turn, seed=turn) for turn in range(NUM_TURN
 _NUM_NEW = [6 + turn for turn in range(NUM_TURNS)]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5_35b_a3b", "nemotron_3_nano", "gemma4_e2b"])
+@pytest.fixture(scope="module", params=["llama", "qwen3_5_35b_a3b", "nemotron_3_nano", "gemma4_e2b", "kimi_linear"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     kind = tiny_model(request.param)
     folder = build_model_folder(tmp_path_factory.mktemp("model"), TinyModel(kind.name, kind.family, kind.overrides))

@@ -47,7 +47,9 @@ SAMPLED = Sampling(temperature=1.0, seed=7)
 
 # Alone, or with towers beside them as they are released; and the groups that their layers come in.
 KINDS = {
+    "kimi_linear": ("", 6),
     "lfm2_moe": ("", 2),
+    "ling_3": ("", 5),
     "nemotron_3_nano": ("", 4),
     "qwen3_5_27b": ("qwen3_5", 3),
     "qwen3_5_35b_a3b": ("qwen3_5_moe", 4),
@@ -135,9 +137,12 @@ async def test_the_tokens_are_those_of_transformers(
 async def test_no_token_changes(
     world: Services, model: ServedModel, undisturbed: list[Output], num_blocks: int, options: dict[str, Any]
 ) -> None:
+    is_short = num_blocks == 60
+    if is_short:  # and yet enough for the longest sequence
+        num_blocks = max(num_blocks, 15 * len(model.groups))
     found = await crowd(world, model, num_blocks=num_blocks, **options)
     assert ids_of(found) == ids_of(undisturbed)
-    assert num_blocks > 60 or sum(output.usage.num_preemptions for output in found) > 0
+    assert not is_short or sum(output.usage.num_preemptions for output in found) > 0
 
 
 async def test_requests_outlive_the_cache_service(world: Services, model: ServedModel, expected: list[list[int]]) -> None:
@@ -216,7 +221,7 @@ async def test_a_checkpoint_that_is_written_too_late_changes_the_tokens_behind_a
         return arrays
 
     monkeypatch.setattr(model_runner, "state_arrays", late)
-    client = await world.serve(model, cache={"num_blocks": 400})
+    client = await world.serve(model, cache={"num_blocks": 100 * len(model.groups)})
     assert (await generate(client, PROMPTS[3], NUM_NEW)).token_ids == [expected[3]]
     prompts = [random_tokens(40, seed=seed) for seed in range(8)]
     cold, warm = [[await generate(client, prompt, NUM_NEW) for prompt in prompts] for _ in range(2)]

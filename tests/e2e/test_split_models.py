@@ -13,7 +13,8 @@ pytestmark = pytest.mark.in_turn
 
 PROMPTS = [list(random_tokens(length, seed=length)) for length in (3, 2 * BLOCK_SIZE, 17, 5 * BLOCK_SIZE + 1)]
 NUM_NEW = 20
-KINDS = {"deepseek_v3": 17, "qwen3_5_27b": 65, "lfm2_moe": 33, "nemotron_3_nano": 65}  # and so many blocks for each
+# And so many blocks for each.
+KINDS = {"deepseek_v3": 17, "kimi_linear": 65, "ling_3": 65, "qwen3_5_27b": 65, "lfm2_moe": 33, "nemotron_3_nano": 65}
 
 
 async def outputs_of(client: AsyncEngineClient) -> list[list[list[int]]]:

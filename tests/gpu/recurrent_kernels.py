@@ -10,16 +10,29 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
 from kvkeeper.kernels.recurrent.gated_norm import gated_norm
 from kvkeeper.kernels.recurrent.short_conv import short_conv
-from kvkeeper.kernels.types import STATE_CHUNK, ConvInputs, DeltaInputs, DeltaState, ScanRule, StateChunks, StateRows
+from kvkeeper.kernels.types import (
+    STATE_CHUNK,
+    ChannelRule,
+    ConvInputs,
+    DeltaInputs,
+    DeltaState,
+    ScanRule,
+    StateChunks,
+    StateRows,
+)
 from tests.gpu.kernel_cases import error
 
 _NUM_PAGES = 40
-# By name the heads of keys and of values, their dimensions, tokens of the convolution, and whether it is Mamba 2.
+# By name the heads of keys and of values, their dimensions, tokens of the convolution, and what forgets: a head, a head of
+# Mamba 2, or each dimension, perhaps within bounds.
 _SHAPES = {
-    "qwen": (16, 32, 128, 128, 4, False),
-    "small": (2, 4, 8, 6, 3, False),
-    "nemotron": (8, 64, 128, 64, 4, True),
-    "small_scan": (2, 4, 8, 6, 3, True),
+    "qwen": (16, 32, 128, 128, 4, "head"),
+    "small": (2, 4, 8, 6, 3, "head"),
+    "nemotron": (8, 64, 128, 64, 4, "scan"),
+    "small_scan": (2, 4, 8, 6, 3, "scan"),
+    "kimi": (32, 32, 128, 128, 4, "channels"),
+    "ling": (32, 32, 128, 128, 4, "bounded"),
+    "small_channels": (3, 3, 8, 6, 3, "channels"),
 }
 # 17 rows, among them one without a page and one that goes over to its next page.
 _ROWS = StateRows(None, torch.arange(17), torch.arange(17).where(torch.arange(17) != 5, 30))
@@ -35,7 +48,7 @@ _RUNS = [
 def cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], float]]]:
     """By name the largest error of each, of outputs and of states."""
     for name, shape in _SHAPES.items():
-        if device == "cpu" and name in ("qwen", "nemotron"):
+        if device == "cpu" and name in ("qwen", "nemotron", "kimi", "ling"):
             continue  # the reference takes tokens one by one
         yield f"delta_decode_{name}", partial(_decode, dtype, device, shape)
         yield f"delta_prefill_{name}", partial(_prefill, dtype, device, shape)
@@ -46,11 +59,11 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], f
         yield f"gated_norm_{length}", partial(_norm, dtype, device, length)
 
 
-def _decode(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> float:
+def _decode(dtype: torch.dtype, device: str, shape: tuple[Any, ...]) -> float:
     return _compare(delta_decode, reference.delta_decode, dtype, device, shape, 17, _ROWS)
 
 
-def _prefill(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> float:
+def _prefill(dtype: torch.dtype, device: str, shape: tuple[Any, ...]) -> float:
     chunks = _make_chunks()
     return _compare(delta_prefill, reference.delta_prefill, dtype, device, shape, int(chunks.lens.sum()), chunks)
 
@@ -86,23 +99,28 @@ def _compare(
     oracle: Callable[..., None],
     dtype: torch.dtype,
     device: str,
-    shape: tuple[int, ...],
+    shape: tuple[Any, ...],
     num_tokens: int,
     rows: StateRows | StateChunks,
 ) -> float:
-    keys, values, key_dim, value_dim, kernel, is_scan = shape
-    channels, num_gates = 2 * keys * key_dim + values * value_dim, values if is_scan else 2 * values
+    keys, values, key_dim, value_dim, kernel, kind = shape
+    is_scan, num_biases = kind == "scan", values * key_dim if kind in ("channels", "bounded") else values
+    channels, num_gates = 2 * keys * key_dim + values * value_dim, 2 * values if kind == "head" else values
     mixed, gates = torch.randn(num_tokens, channels + 8).to(dtype), torch.randn(num_tokens, num_gates + 8).to(dtype)
     if is_scan:  # whose keys and queries have the length that they have
         mixed /= key_dim**0.5
     scan = ScanRule(torch.randn(channels).to(dtype), torch.randn(values), 0.4, 1.3) if is_scan else None
+    rule = None
+    if num_biases > values:
+        rule = ChannelRule(torch.randn(num_tokens, num_biases).to(dtype), -5.0 if kind == "bounded" else None)
     inputs = DeltaInputs(
         mixed[:, :channels],
         gates[:, :num_gates],
         torch.randn(channels, kernel).to(dtype),
-        torch.randn(values),
+        torch.randn(num_biases),
         torch.rand(values) * 4 - 4,  # so that a state is remembered
         scan,
+        rule,
     )
     memory = torch.randn(_NUM_PAGES, 2, values, key_dim, value_dim)
     window = torch.randn(_NUM_PAGES, 2, kernel - 1, channels).to(dtype)
@@ -118,6 +136,7 @@ def _compare(
             inputs.decay_bias.to(device),
             inputs.decay_log.to(device),
             scan and scan._replace(conv_bias=scan.conv_bias.to(device), skip=scan.skip.to(device)),
+            rule and rule._replace(gates=rule.gates.to(device)),
         ),
         DeltaState(there[0][:, 1], there[1][:, 1]),
         _moved(rows, device),

@@ -30,9 +30,10 @@ _FLAT: Final = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 WHOLE: Final = {"paligemma": "tokens of its prompts read later ones, too"}
 
 _PREFIX: Final = r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?"
-_TEXT: Final = re.compile(rf"(?:{_PREFIX})(?:backbone\.)?|backbone\.")
+_TEXT: Final = re.compile(rf"(?:{_PREFIX})(?:backbone\.)?|backbone\.|model\.(?=word_embeddings\.)")
 TO_TEXT_NAMES: Final = {rf"^{_PREFIX}lm_head\.": "lm_head.", f"^{_PREFIX}": "model."}  # as patterns and what replaces them
-_SPELT: Final = {"embeddings.": "embed_tokens.", "norm_f.": "norm."}  # of what is within
+_SPELT: Final = {"embeddings.": "embed_tokens.", "norm_f.": "norm.", "word_embeddings.": "embed_tokens."}  # of what is within
+_LIKE_EXPERTS: Final = re.compile(r"(?<=\.)block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")  # an MLP, as the library writes it
 _PART: Final = re.compile(r"(?:model\.)?([^.]+)")
 _LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 _TEXT_PARTS: Final = frozenset(("embed_tokens", "embedding_norm", "layers", "lm_head", "norm", "rotary_emb"))
@@ -67,7 +68,7 @@ def lacks_type(raw: Mapping[str, Any]) -> bool:
 
 def text_name(name: str) -> str:
     """The name of a stored tensor in the text model alone; that of any other as it is."""
-    prefix = _TEXT.match(name)
+    name, prefix = _LIKE_EXPERTS.sub("mlp.", name), _TEXT.match(name)
     if prefix is None:
         return name
     own = name[prefix.end() :]

@@ -26,7 +26,7 @@ class RoutingRule:
         renormalises: default of norm_topk_prob; None: it is not heeded, and weights are not renormalised.
         scale: default of routed_scaling_factor; None: it is not heeded. groups: of n_group and topk_group, likewise.
         first_dense: of first_k_dense_replace.
-        has_layer_types: mlp_layer_types says which layers have experts; by default all but the first.
+        has_layer_types: mlp_layer_types says which layers have experts, where it is there.
         has_moe_layers: moe_layers says it; by default every interleave_moe_layer_step-th.
         weighs_inputs: an expert's input is weighed instead of its output.
         least: added to the sum that renormalised weights are divided by.
@@ -51,15 +51,18 @@ class RoutingRule:
 class LatentFamily:
     """Latent attention, and defaults of q_lora_rank, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim.
 
+    query_rank: None: queries have a rank only where q_lora_rank says one.
     pairs: how stored weights pair the dimensions that are rotated: side by side, half a head apart, or as rope_interleave says.
+    has_head_gates: what each head attends to is weighed by a sigmoid of its own.
     """
 
-    query_rank: int
+    query_rank: int | None
     latent: int
     rope: int
     key: int
     value: int | None
     pairs: Literal["sides", "halves", "switched"]
+    has_head_gates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,29 @@ class DeltaFamily:
     kernel: int
     full_every: int
     is_mixed: bool = True
+    layer_type: ClassVar = "linear_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaFamily:
+    """Layers of Kimi Delta Attention beside layers of attention; defaults of linear_num_heads, linear_head_dim and
+    linear_conv_kernel_dim.
+
+    full_every: of full_attention_interval, where no list says which layers are which.
+    has_gate_rank: gates are projected by way of as many numbers as a head has, and each head's A_log is stored on four axes.
+    has_heads_of_attention: num_attention_heads and head_dim are theirs, too, where config.json says nothing of their own.
+    least: default of kda_lower_bound, which bounds how much is forgotten unless kda_safe_gate is off; None: nothing does.
+    only: fields of config.json that have one value each in what is served.
+    """
+
+    heads: int = 32
+    head_dim: int = 128
+    kernel: int = 4
+    full_every: int = 4
+    has_gate_rank: bool = True
+    has_heads_of_attention: bool = False
+    least: float | None = None
+    only: Mapping[str, Any] = field(default_factory=dict)
     layer_type: ClassVar = "linear_attention"
 
 
@@ -101,7 +127,7 @@ class ConvFamily:
     layer_type: ClassVar = "conv"
 
 
-RecurrentFamily = DeltaFamily | ConvFamily | ScanFamily
+RecurrentFamily = DeltaFamily | KimiDeltaFamily | ConvFamily | ScanFamily
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +288,7 @@ class Family:
         has_windows, normed = self.windows != "none", self.qk_norm in ("head", "whole")
         of_scores = self.has_sink_logits, self.query_scalar, self.has_multipliers, self.soft_caps and self.soft_caps[0]
         of_heads = self.has_output_gate, self.pairs_sides, self.is_fused, self.qk_norm != "none", self.has_partial_rope
-        of_layers = has_windows, self.has_chunks, self.has_unrotated_layers, self.recurrent
+        of_layers = has_windows, self.has_chunks, self.has_unrotated_layers
         embed_scales = self.scales_embeddings, self.has_multipliers, self.has_depth_scales
         apart = {
             "latents and other terms of scores": self.latent and any(of_scores),
@@ -289,7 +315,7 @@ class Family:
             "layers of one part and other kinds of layers": self.has_single_parts
             and (self.latent or self.shares_kv or self.layer_input or self.has_layer_scales or self.norms != "before"),
             "no rope and layers or heads that have one in part": not self.has_rope
-            and (self.latent or self.has_unrotated_layers or self.has_partial_rope or self.local_theta),
+            and (self.has_unrotated_layers or self.has_partial_rope or self.local_theta),
         }
         if found := [what for what, are_both in apart.items() if are_both]:
             raise ValueError(f"a family cannot have {found[0]}: the decoder does not compute them together")

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import ConvFamily, DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule, ScanFamily
+from .family import ConvFamily, DeltaFamily, ExpertNames, Family, KimiDeltaFamily, LatentFamily, RoutingRule, ScanFamily
 
 _EACH = ("gate_proj", "up_proj", "down_proj")
 # Experts are chosen by their sigmoids, from groups that are as good as their best two.
 _BY_TWO = RoutingRule(
     scoring="sigmoid", group_score="best_two", has_correction=True, is_wide=True, renormalises=True, scale=1.0, groups=(1, 1)
+)
+_WITH_SHARED = ExpertNames(
+    "mlp", _EACH, always_renormalises=False, intermediate_key="moe_intermediate_size", shared="shared_experts"
 )
 _DELTA = DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4)
 # What Qwen3-Next and Qwen3.5 have in common.
@@ -45,6 +48,14 @@ _LFM2 = Family(
     },
     recurrent=ConvFamily(kernel=3),
 )
+# Fields of Kimi Linear and Ling that have other names elsewhere.
+_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
 _GEMMA4 = Family(
     scales_embeddings=True,
     activation="gelu_tanh",
@@ -68,17 +79,39 @@ _GEMMA4 = Family(
 )
 
 FAMILIES: Final[Mapping[str, Family]] = {
+    "bailing_hybrid": Family(
+        needs_kv_heads=False,
+        ignores_later_layers=True,
+        default_theta=6_000_000.0,
+        latent=LatentFamily(None, 512, 64, 128, 128, "sides", has_head_gates=True),
+        fields={
+            **_NAMES,
+            "layer_group_size": "full_attention_interval",
+            "moe_router_enable_expert_bias": "use_expert_bias",
+            "score_function": "scoring_func",
+            "short_conv_kernel_size": "linear_conv_kernel_dim",
+        },
+        stored_names={
+            "self_attn.o_proj": "attention.dense",
+            "self_attn.": "attention.",
+            "gate.e_score_correction_bias": "gate.expert_bias",
+        },
+        recurrent=KimiDeltaFamily(
+            full_every=6,
+            has_gate_rank=False,
+            has_heads_of_attention=True,
+            least=-5.0,
+            only={"gated_attention_proj_granularity_type": "head_wise", "no_kda_lora": True, "use_mla_nope": False},
+        ),
+        experts=replace(_WITH_SHARED, routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), has_layer_types=True, first_dense=2)),
+    ),
     "deepseek_v2": Family(
         mlp_bias=None,
         needs_kv_heads=False,
         ignores_later_layers=True,
         latent=LatentFamily(1536, 512, 64, 128, 128, "sides"),
-        experts=ExpertNames(
-            "mlp",
-            _EACH,
-            always_renormalises=False,
-            intermediate_key="moe_intermediate_size",
-            shared="shared_experts",
+        experts=replace(
+            _WITH_SHARED,
             default_shared=2,
             routing=RoutingRule(
                 methods=("greedy", "group_limited_greedy"), is_wide=True, renormalises=None, scale=1.0, groups=(1, 1)
@@ -89,14 +122,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         needs_kv_heads=False,
         ignores_later_layers=True,
         latent=LatentFamily(1536, 512, 64, 128, 128, "switched"),
-        experts=ExpertNames(
-            "mlp",
-            _EACH,
-            always_renormalises=False,
-            intermediate_key="moe_intermediate_size",
-            shared="shared_experts",
-            routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), first_dense=3),
-        ),
+        experts=replace(_WITH_SHARED, routing=replace(_BY_TWO, scale=2.5, groups=(8, 4), first_dense=3)),
     ),
     "gemma": Family(
         scales_embeddings=True,
@@ -159,14 +185,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         default_eps=1e-5,
         ignores_later_layers=True,
         latent=LatentFamily(768, 512, 64, 192, 256, "switched"),
-        experts=ExpertNames(
-            "mlp",
-            _EACH,
-            always_renormalises=False,
-            intermediate_key="moe_intermediate_size",
-            shared="shared_experts",
-            routing=replace(_BY_TWO, scale=1.8, has_layer_types=True),
-        ),
+        experts=replace(_WITH_SHARED, routing=replace(_BY_TWO, scale=1.8, has_layer_types=True, first_dense=1)),
     ),
     "gpt_oss": Family(
         biased=True,
@@ -198,6 +217,21 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
     ),
     "granite": Family(mlp_bias=None, needs_kv_heads=False, has_multipliers=True),
+    "kimi_linear": Family(
+        needs_kv_heads=False,
+        default_eps=1e-5,
+        has_rope=False,
+        ignores_later_layers=True,
+        latent=LatentFamily(None, 512, 64, 128, 128, "halves"),
+        fields={**_NAMES, "moe_router_activation_func": "scoring_func"},
+        recurrent=KimiDeltaFamily(only={"mla_use_nope": True}),
+        experts=replace(
+            _WITH_SHARED,
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+            routing=replace(_BY_TWO, scale=2.446, has_layer_types=True, first_dense=1),
+        ),
+    ),
     "lfm2": replace(_LFM2, adjusts_width=True),
     "lfm2_moe": replace(
         _LFM2,

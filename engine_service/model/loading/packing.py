@@ -99,7 +99,7 @@ def _list_norms(layer: LayerWeights) -> Iterator[torch.Tensor]:
 def _pair_rotated(config: ModelConfig, layer: LayerWeights) -> None:
     """Bring the dimensions of queries and keys into the order of rotated_order, where only a part of each head is rotated."""
     if config.latent is not None:
-        if config.latent.are_sides:
+        if config.latent.are_sides and layer.latent is not None:
             _pair_latents(config.latent.widths, layer)
         return
     rotated_dim = config.rope.rotated_dim(config.head_dim)

@@ -94,7 +94,7 @@ def _allocate_layer(config: ModelConfig, index: int, empty: Empty) -> LayerWeigh
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
         sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
-        latent=None if latent is None else _allocate_latent(config, latent, empty),
+        latent=_allocate_latent(config, latent, empty) if latent is not None and attends else None,
         mixer=None if shape is None else allocate_mixer(shape, hidden, empty),
         value_norm=empty(num_kv_heads, head_dim).fill_(1) if config.has_value_norm and num_stored else None,
         own_input=None if config.layer_inputs is None else allocate_layer_input(config.layer_inputs, hidden, empty),
@@ -121,6 +121,7 @@ def _allocate_latent(config: ModelConfig, latent: LatentConfig, empty: Empty) ->
         query_up=None if rank is None else LinearWeight(empty(num_query, rank)),
         norm=empty(widths.latent),
         up=empty(config.num_heads, widths.key + widths.value, widths.latent),
+        gate=LinearWeight(empty(config.num_heads, config.hidden_size)) if latent.has_head_gates else None,
     )
 
 
@@ -179,7 +180,7 @@ def _layer_destinations(
     elif config.recurrent is not None and layer.mixer is not None:
         shape = config.recurrent.shape
         yield from layer.mixer.destinations(shape, split.of)
-        yield from by_inputs(layer.o, f"{shape.block}.out_proj", shape.num_outputs, split.of(shape.num_outputs))
+        yield from by_inputs(layer.o, shape.output, shape.num_outputs, split.of(shape.num_outputs))
     elif layer.qkv is not None:
         if config.has_output_gate:
             yield from _gated_queries(layer.qkv, config, split)
@@ -301,6 +302,8 @@ def _latent_destinations(
         queries = weights.query_up
     name = "q_proj" if latent.query_rank is None else "q_b_proj"
     yield from by_outputs(queries, of_heads(name, widths.key + widths.rope), "")
+    if weights.gate is not None:
+        yield from by_outputs(weights.gate, of_heads("g_proj", 1), "")
     yield "self_attn.kv_a_layernorm.weight", take_all(weights.norm)
     yield from by_outputs(LinearWeight(weights.up.flatten(0, 1)), of_heads("kv_b_proj", widths.key + widths.value), "")
 

@@ -22,7 +22,7 @@ class DeltaNetShape:
     value_dim: int
     kernel: int
     is_mixed: bool = True
-    block: ClassVar = "linear_attn"  # where its tensors are stored in a layer
+    output: ClassVar = "linear_attn.out_proj"  # the name of the projection behind it
     has_bias: ClassVar = False
 
     @property

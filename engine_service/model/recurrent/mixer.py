@@ -11,6 +11,8 @@ import torch
 from ..checkpoint.destination import Destination, Empty, Part
 from ..experts import Weight
 from .delta_net import allocate_delta_net
+from .kimi_delta import allocate_kimi_delta
+from .kimi_delta_config import KimiDeltaShape
 from .recurrent_config import RecurrentShape
 from .scan import allocate_scan
 from .scan_config import ScanShape
@@ -47,4 +49,6 @@ def allocate_mixer(shape: RecurrentShape, hidden_size: int, empty: Empty) -> Mix
         return allocate_short_conv(shape, hidden_size, empty)
     if isinstance(shape, ScanShape):
         return allocate_scan(shape, hidden_size, empty)
+    if isinstance(shape, KimiDeltaShape):
+        return allocate_kimi_delta(shape, hidden_size, empty)
     return allocate_delta_net(shape, hidden_size, empty)

@@ -10,14 +10,15 @@ from typing import Any
 
 from ..checkpoint.errors import UnsupportedModelError
 from ..checkpoint.json_file import bad, count
-from ..families.family import ConvFamily, RecurrentFamily, ScanFamily
+from ..families.family import ConvFamily, KimiDeltaFamily, RecurrentFamily, ScanFamily
 from .delta_config import DeltaNetShape, parse_delta_net
+from .kimi_delta_config import KimiDeltaShape, list_kimi_layers, parse_kimi_delta
 from .scan_config import ScanShape, parse_scan
 from .short_conv_config import ShortConvShape, parse_short_conv
 from .state_tensor import StateTensor
 
 _ALIGNMENT = 16  # bytes; of each layer's state in a page
-RecurrentShape = DeltaNetShape | ScanShape | ShortConvShape
+RecurrentShape = DeltaNetShape | KimiDeltaShape | ScanShape | ShortConvShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ def parse_recurrent(
     shape: RecurrentShape
     if isinstance(family, ConvFamily):
         shape, kinds = parse_short_conv(raw, family), _kinds_by_number(raw, num_layers)
+    elif isinstance(family, KimiDeltaFamily):
+        shape, kinds = parse_kimi_delta(raw, family), list_kimi_layers(raw, num_layers)
+        kinds = _kinds_in_turn(raw, family.full_every, num_layers) if kinds is None else kinds
     else:
         shape, kinds = parse_delta_net(raw, family), _kinds_in_turn(raw, family.full_every, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers:

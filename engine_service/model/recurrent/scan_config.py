@@ -30,7 +30,7 @@ class ScanShape:
     most: float
     has_conv_bias: bool
     has_bias: bool
-    block: ClassVar = "mixer"  # where its tensors are stored in a layer
+    output: ClassVar = "mixer.out_proj"  # the name of the projection behind it
 
     @property
     def split_counts(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ class ShortConvShape:
     channels: int
     kernel: int
     has_bias: bool
-    block: ClassVar = "conv"  # where its tensors are stored in a layer
+    output: ClassVar = "conv.out_proj"  # the name of the projection behind it
 
     @property
     def split_counts(self) -> dict[str, int]:

@@ -55,6 +55,14 @@ _DELTA = {
     "shared_expert_intermediate_size": 16,
     "rms_norm_eps": 0.01,  # see tiny_models.py
 }
+_KIMI_DELTA = {
+    **{name: size for name, size in _LATENT.items() if name not in ("q_lora_rank", "index_head_dim", "index_n_heads")},
+    "kv_lora_rank": 56,
+    "linear_head_dim": 4,
+    "linear_num_heads": 4,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 0.01,
+}
 _SHARING = {
     "num_hidden_layers": 10,
     "num_kv_shared_layers": 5,
@@ -76,6 +84,7 @@ _LONGROPE = {
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "axk2": _LATENT,
+    "bailing_hybrid": _KIMI_DELTA | {"layer_group_size": 2},
     "bamba": _SSM,
     "blenderbot": {"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
     "codegen": {"rotary_dim": 4},
@@ -108,7 +117,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": _SSM,
-    "kimi_linear": _LATENT,
+    "kimi_linear": _KIMI_DELTA | {"layer_types": ["linear_attention", "full_attention"]},
     "kolibri1": {"sliding_window": 9},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 512
 
@@ -168,6 +170,33 @@ _QWEN3_5_MOE = _QWEN3_5 | {
 }
 
 
+# Released shapes of Kimi Linear and Ling 3, scaled down: heads as many and as long as their ratios say, and their patterns of
+# layers, of which the first ones have an MLP. Each state fits blocks of four tokens of two layers of latents.
+_KIMI_LINEAR = {
+    "rms_norm_eps": 0.01,
+    "pad_token_id": 0,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_local_experts": 8,
+}
+_LING_3 = _KIMI_LINEAR | {
+    "num_hidden_layers": 6,
+    "layer_group_size": 3,
+    "head_dim": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 2,
+    "short_conv_kernel_size": 3,
+    "num_mtp_layers": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """A family and what differs from the common tiny config."""
@@ -247,6 +276,23 @@ TINY_MODELS = (
         _QWEN3_5 | {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 6},
     ),
     TinyModel("qwen3_5_35b_a3b", "Qwen3_5MoeText", _QWEN3_5_MOE),
+    TinyModel(
+        "kimi_linear",
+        "KimiLinear",
+        _KIMI_LINEAR
+        | {
+            "num_hidden_layers": 7,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 7],
+                "kda_layers": [1, 2, 3, 5, 6],
+                "head_dim": 4,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            },
+        },
+    ),
+    TinyModel("ling_3", "BailingHybrid", _LING_3),
+    TinyModel("ling_3_unbounded", "BailingHybrid", _LING_3 | {"kda_safe_gate": False}),
     TinyModel("mixtral", "Mixtral", {"num_local_experts": 4}),
     TinyModel("mixtral_window", "Mixtral", {"num_local_experts": 4, "sliding_window": 8}),
     TinyModel("qwen3_moe", "Qwen3Moe", _EXPERTS),
@@ -339,7 +385,17 @@ def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_sha
         network = getattr(transformers, f"{model.family.removesuffix('Text')}ForCausalLM")(config)
         randomise(network, model.family)
         network.save_pretrained(folder, max_shard_size=max_shard_size)
+    if model.family == "KimiLinear":
+        _name_as_released(folder)
     return folder
+
+
+def _name_as_released(folder: Path) -> None:
+    """Only what has experts is called so in released files of Kimi Linear; the library writes MLPs by the same name."""
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        is_mlp = re.compile(r"block_sparse_moe\.(?=(gate|up|down)_proj\.)")
+        save_file({is_mlp.sub("mlp.", name): tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
 
 
 def randomise(network: Any, family: str) -> None:
@@ -349,6 +405,10 @@ def randomise(network: Any, family: str) -> None:
         for name, parameter in network.named_parameters():
             if name.endswith("scale"):  # of a router's input, and of each expert
                 parameter.normal_(1, 0.2)
+            elif family.startswith("Bailing") and name.endswith("dt_bias"):
+                parameter.normal_(-3, 1)  # at 0 half of the bound is forgotten with each token, so that no state shows
+            elif family.startswith("Bailing") and name.endswith("A_log"):
+                parameter.uniform_(-0.5, 0.5)
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.1)
             elif name.endswith("q_norm.weight") and family.lower().startswith("gemma4"):  # the factor of its scores is in it
@@ -395,8 +455,9 @@ def choose_all_experts(folder: Path) -> None:
     raw = json.loads(path.read_text())
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     if num_experts := next((raw[key] for key in keys if raw.get(key) is not None), 0):
-        groups = {"topk_group": raw["n_group"]} if raw.get("n_group") else {}
-        chosen = "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"
+        num_groups = raw.get("n_group") or raw.get("num_expert_group")
+        groups = {"topk_group": num_groups} if num_groups else {}
+        chosen = next((key for key in ("top_k_experts", "num_experts_per_token") if key in raw), "num_experts_per_tok")
         path.write_text(json.dumps(raw | {chosen: num_experts} | groups))
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec
 from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
@@ -38,6 +39,21 @@ def test_the_spec_tells_what_a_state_takes(folder: Path, block_size: int, sizes:
     assert spec.num_layers == 4
     assert served.layout(block_size).block_bytes == 2 * block_size * 2 * 16 * 4
     assert served.refuses_retention == "a model with recurrent layers"
+
+
+def test_latents_beside_states_are_pages_of_their_group(tmp_path: Path) -> None:
+    served = load_served_model(config_of(build_model_folder(tmp_path, tiny_model("kimi_linear"))))
+    spec = make_kv_spec(served, 4)
+    first, *others = spec.groups
+    assert (spec.layout, spec.num_layers, spec.num_kv_heads, spec.head_dim) == (pb.KV_LAYOUT_GROUPED, 7, 0, 0)
+    assert (first.kind, list(first.layer_idx)) == (pb.LAYER_GROUP_KIND_FULL, [3, 6])
+    # Two layers of four tokens, each with a latent of 32 numbers and a key of 4.
+    assert first.page.page_bytes == served.layout(4).block_bytes == 2 * 4 * (32 + 4) * 4
+    assert [list(group.layer_idx) for group in others] == [[0], [1], [2], [4], [5]]
+    # Four matrices of 4 x 4 in float32, and three inputs of 48 numbers.
+    assert {group.state_bytes for group in others} == {4 * 4 * 4 * 4 + 3 * 48 * 4}
+    assert not any(group.HasField("page") for group in others)
+    kv_spec(spec)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ ONLY_NATIVE = {
     "gemma4_unified_text": "of one shape",
     "gpt_oss": "plain attention",
     **dict.fromkeys(
-        ("lfm2", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "a state of their own"
+        ("bailing_hybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        "a state of their own",
     ),
 }
 LIMITED = {"phi3": 32}  # whichever side computes it

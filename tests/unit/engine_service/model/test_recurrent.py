@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 SIZE = 4
 
 
-@pytest.fixture(scope="module", params=["nemotron_3_nano", "qwen3_5_27b", "qwen3_5_35b_a3b"])
+@pytest.fixture(scope="module", params=["kimi_linear", "ling_3", "nemotron_3_nano", "qwen3_5_27b", "qwen3_5_35b_a3b"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(tmp_path_factory.mktemp("model"), tiny_model(request.param))
 

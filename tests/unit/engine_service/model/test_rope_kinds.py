@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 _TYPES = {model.family: model for model in reversed(TINY_MODELS)}  # the first of each family
 FIRST = {  # by model type, of which the library's classes have other names
+    "bailing_hybrid": "BailingHybrid",
     "gemma3_text": "Gemma3Text",
     "gemma4_text": "Gemma4Text",
     "gemma4_unified_text": "Gemma4UnifiedText",
@@ -64,7 +65,7 @@ def test_a_kind_of_rope_is_that_of_transformers(model_type, kind, part, tmp_path
     rope = {"rope_type": kind, "rope_theta": 10000.0} | KINDS[kind]
     if part < 1 or model_type in WITH_DELTA:  # whose configs have a quarter unless they name a part
         rope["partial_rotary_factor"] = part
-    if model_type in (*WITH_DELTA, "lfm2", "lfm2_moe"):
+    if model_type in (*WITH_DELTA, "bailing_hybrid", "lfm2", "lfm2_moe"):
         changes["layer_types"] = ["full_attention"]
     if kind == "longrope":
         rope |= {"short_factor": [1.0 + at / 4 for at in range(width // 2)], "long_factor": [9.0] * (width // 2)}

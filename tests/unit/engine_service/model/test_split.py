@@ -40,7 +40,7 @@ BLOCK_SIZE = 4
 # Of each kind of projection, norm and window one; and some for four ranks on two KV heads.
 TWO = ["llama_tied", "granite_biased", "qwen3_moe_renormalised_one_dense", "gemma2", "gpt_oss", "llama4_dense_between_biased"]
 TWO += ["deepseek_v2", "deepseek_v3_biased_halves", "qwen3_5_27b", "qwen3_5_35b_a3b", "qwen3_next_biased_one_dense"]
-TWO += ["lfm2_biased_untied", "lfm2_moe", "nemotron_3_nano", "nemotron_3_super", "nemotron_h_biased"]
+TWO += ["kimi_linear", "ling_3", "lfm2_biased_untied", "lfm2_moe", "nemotron_3_nano", "nemotron_3_super", "nemotron_h_biased"]
 VOCAB, HIDDEN, LAYERS = 512, 64, 2  # of tiny models
 ODD = 515  # a vocabulary that neither 2 nor 4 divide
 FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial", "deepseek_v3", "lfm2"]

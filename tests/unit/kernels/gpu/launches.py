@@ -39,6 +39,7 @@ from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.store_latent import store_latent
 from kvkeeper.kernels.types import (
     STATE_CHUNK,
+    ChannelRule,
     ConvInputs,
     CountedTensors,
     DeltaInputs,
@@ -232,19 +233,31 @@ def _attend_chunks(num_seqs: int, width: int) -> None:
 
 
 def _delta(
-    key_dim: int, value_dim: int, dtype: torch.dtype, *, num_rows: int = 16, num_chunks: int = 0, is_scan: bool = False
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    num_rows: int = 16,
+    num_chunks: int = 0,
+    is_scan: bool = False,
+    has_channels: bool = False,
+    least: float | None = None,
 ) -> None:
     """Decode of a gated delta net with 16 heads of keys and 32 of values, or with num_chunks prefill of full chunks.
 
-    is_scan: of Mamba 2, with 8 heads of keys and 64 of values.
+    is_scan: of Mamba 2, with 8 heads of keys and 64 of values. has_channels: of Kimi Delta Attention, with 32 of each.
     """
-    num_keys, num_heads = (8, 64) if is_scan else (16, 32)
+    num_keys, num_heads = (8, 64) if is_scan else (32, 32) if has_channels else (16, 32)
     channels, num_tokens = 2 * num_keys * key_dim + num_heads * value_dim, num_chunks * STATE_CHUNK or num_rows
     projected = nowhere(num_tokens, channels + num_heads * value_dim, dtype=dtype)
     numbers = [nowhere(num_heads, dtype=torch.float32) for _ in range(3)]
-    gates = nowhere(num_tokens, num_heads if is_scan else 2 * num_heads, dtype=dtype)
+    gates = nowhere(num_tokens, num_heads if is_scan or has_channels else 2 * num_heads, dtype=dtype)
+    rule = None
+    if has_channels:
+        numbers[0] = nowhere(num_heads * key_dim, dtype=torch.float32)
+        rule = ChannelRule(nowhere(num_tokens, num_heads * key_dim, dtype=dtype), least)
     scan = ScanRule(nowhere(channels, dtype=dtype), numbers[2], 0.0, math.inf) if is_scan else None
-    inputs = DeltaInputs(projected[:, :channels], gates, nowhere(channels, 4, dtype=dtype), *numbers[:2], scan)
+    inputs = DeltaInputs(projected[:, :channels], gates, nowhere(channels, 4, dtype=dtype), *numbers[:2], scan, rule)
     block = nowhere(_NUM_BLOCKS, 3 * num_heads * key_dim * value_dim, dtype=torch.float32)
     memory = block[:, : num_heads * key_dim * value_dim].unflatten(1, (num_heads, key_dim, value_dim))
     state = DeltaState(memory, nowhere(_NUM_BLOCKS, 9 * channels, dtype=dtype)[:, : 3 * channels].unflatten(1, (3, channels)))
@@ -255,7 +268,7 @@ def _delta(
     else:
         delta_decode(inputs, state, StateRows(None, rows, rows), out)
     heads, weight = (out.view(num_tokens, num_keys, -1), (num_keys, 512)) if is_scan else (out, (value_dim,))
-    gated_norm(heads, projected[:, channels:], nowhere(*weight, dtype=dtype), 1e-6)
+    gated_norm(heads, projected[:, channels:], nowhere(*weight, dtype=dtype), 1e-6, is_sigmoid=has_channels)
 
 
 def _short_conv(channels: int, dtype: torch.dtype, *, num_rows: int = 16, num_chunks: int = 0) -> None:
@@ -365,6 +378,10 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "delta decode": (3, [partial(_delta, 128, 128, torch.bfloat16, num_rows=n) for n in (1, 7, 16)]),
     "delta prefill": (4, [partial(_delta, 128, 128, torch.bfloat16, num_rows=n, num_chunks=c)
                           for n in (1, 3, 16) for c in (1, 7, 16, 64)]),
+    "channels decode": (3, [partial(_delta, 128, 128, torch.bfloat16, num_rows=n, has_channels=True, least=-5.0)
+                            for n in (1, 7, 16)]),
+    "channels prefill": (6, [partial(_delta, 128, 128, torch.bfloat16, num_rows=n, num_chunks=c, has_channels=True)
+                             for n in (1, 3) for c in (1, 7, 64)]),
     "convolution": (2, [partial(_short_conv, 2048, torch.bfloat16, num_rows=n, num_chunks=c)
                         for n in (1, 3, 16) for c in (0, 1, 7, 64)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
@@ -412,5 +429,8 @@ for key_dim, value_dim, label in ((128, 128, "bf16"), (64, 64, "bf16"), (128, 12
     _add(f"delta prefill d{key_dim} {label}", _delta, key_dim, value_dim, DTYPES[label], num_chunks=64)
 _add("convolution decode d2048 bf16", _short_conv, 2048, torch.bfloat16)
 _add("convolution prefill d2048 bf16", _short_conv, 2048, torch.bfloat16, num_chunks=64)
+for label, least in (("", None), (" bounded", -5.0)):
+    _add(f"channels decode d128 bf16{label}", _delta, 128, 128, torch.bfloat16, has_channels=True, least=least)
+    _add(f"channels prefill d128 bf16{label}", _delta, 128, 128, torch.bfloat16, num_chunks=64, has_channels=True, least=least)
 _add("scan decode d128 bf16", _delta, 128, 64, torch.bfloat16, is_scan=True)
 _add("scan prefill d128 bf16", _delta, 128, 64, torch.bfloat16, num_chunks=64, is_scan=True)

@@ -10,7 +10,7 @@ from kvkeeper.engine_service.compute.graphs import graphed_steps
 from kvkeeper.engine_service.compute.graphs.step_inputs import StepInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
 from kvkeeper.engine_service.model.loading import filling
-from kvkeeper.engine_service.model.recurrent import delta_net, scan
+from kvkeeper.engine_service.model.recurrent import delta_net, kimi_delta, scan
 from kvkeeper.kernels.quantised import store as quantised_store
 from kvkeeper.kernels.types import CountedTensors
 
@@ -107,8 +107,8 @@ def pretend_model_on_cuda(monkeypatch):
     for name in ("linear", "rms_norm", "rotary", "latent_attention_decode", "latent_attention_prefill"):
         monkeypatch.setattr(latent, name, claiming(getattr(latent, name)))
     for name in ("linear", "gated_norm"):
-        monkeypatch.setattr(delta_net, name, claiming(getattr(delta_net, name)))
-        monkeypatch.setattr(scan, name, claiming(getattr(scan, name)))
+        for mixer in (delta_net, kimi_delta, scan):
+            monkeypatch.setattr(mixer, name, claiming(getattr(mixer, name)))
     for name in ("rms_norm", "rotary"):
         monkeypatch.setattr(quantised_store, name, claiming(getattr(quantised_store, name)))
     for name in _OPS:

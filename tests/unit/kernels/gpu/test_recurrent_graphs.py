@@ -21,11 +21,12 @@ SIZE, WIDTH = 4, 6
 TEXTS = [random_tokens(SIZE * WIDTH, seed) for seed in range(3)]
 
 
-@pytest.fixture(params=todays(["nemotron_h_biased", "qwen3_next"], 1))
+@pytest.fixture(params=todays(["kimi_linear", "nemotron_h_biased", "qwen3_next"], 1))
 def model(request, tmp_path):
     """Without experts, which the interpreter takes long for."""
     kind = tiny_model(request.param)
-    dense = dataclasses.replace(kind, overrides={**kind.overrides, "mlp_only_layers": [0, 1, 2, 3]})
+    changes = {"mlp_layer_types": ["dense"] * 7} if request.param == "kimi_linear" else {"mlp_only_layers": [0, 1, 2, 3]}
+    dense = dataclasses.replace(kind, overrides={**kind.overrides, **changes})
     model = load_model(build_model_folder(tmp_path, dense), progress=False)[0]
     model.config = dataclasses.replace(model.config, experts=None)
     return model
@@ -33,7 +34,7 @@ def model(request, tmp_path):
 
 def make_world(model):
     """A runner with tables, of which each row has a page of each block."""
-    tables = HandTables(model, SIZE, num_blocks=100)
+    tables = HandTables(model, SIZE, num_blocks=150)
     tables.view[0] = 0
     runner = tables.runner = ModelRunner(model, on_cuda(tables.view)[0], tables.runner.layout, tables.runner._groups)
     own = [np.array([tables.take(WIDTH) for _ in range(1 + tables.num_state_groups)], np.int32) for _ in TEXTS]
@@ -51,13 +52,14 @@ def test_captured_decodes_have_the_logits_and_the_states_of_plain_ones(model):
     captured = worlds[0][1]
     ready_cold(captured, bounds=dataclasses.replace(BOUNDS, most_tokens=SIZE * WIDTH))
     assert captured.graphed is not None
+    atol = 5e-6 if model.config.is_latent else 1e-6  # what is added up together depends on the rows, and padding is rows
     for position in range(SIZE + 2):  # over the edge of a block: one page is read, and another one written
         rows = [0, 1, 2] if position % 2 else [2, 0, 1]
         found, expected = (runner.forward(step(tables, own, rows, position)) for tables, runner, own in worlds)
-        torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
+        torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=atol)
     assert captured.graphed.num_replays == SIZE + 2
     views = [tables.view.float() for tables, _, _ in worlds]
-    torch.testing.assert_close(*views, rtol=0, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(*views, rtol=0, atol=atol, equal_nan=True)
     assert not views[0][0].any(), "padding wrote to the null block"
 
 

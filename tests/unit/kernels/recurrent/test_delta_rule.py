@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers.models.kimi_linear import modeling_kimi_linear as their_channels
 from transformers.models.nemotron_h import modeling_nemotron_h as their_scan
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
@@ -13,12 +14,13 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.recurrent.delta_rule import delta_decode, delta_prefill
 from kvkeeper.kernels.recurrent.gated_norm import gated_norm
-from kvkeeper.kernels.types import STATE_CHUNK, DeltaInputs, DeltaState, ScanRule, StateChunks, StateRows
+from kvkeeper.kernels.types import STATE_CHUNK, ChannelRule, DeltaInputs, DeltaState, ScanRule, StateChunks, StateRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 SMALL, ODD, LARGE = (2, 4, 8, 6, 4), (1, 3, 5, 20, 3), (1, 1, 32, 64, 2)  # heads of keys and values, their dims, kernel
 SCAN = (*SMALL, "scan")
-SHAPES = pytest.mark.parametrize("shape", [SMALL, ODD, LARGE, SCAN], ids=str)
+CHANNELS, BOUNDED = (4, 4, 8, 6, 4, "channels"), (3, 3, 5, 20, 3, "bounded")
+SHAPES = pytest.mark.parametrize("shape", [SMALL, ODD, LARGE, SCAN, CHANNELS, BOUNDED], ids=str)
 NUM_PAGES = 8
 
 
@@ -29,13 +31,26 @@ def drawn(*shape, seed=0, dtype=torch.float32):
 def make_inputs(shape, num_tokens, dtype=torch.float32, seed=0):
     """The mixed numbers and the gates are parts of wider rows. A scan's bounds are such that steps meet them."""
     keys, values, key_dim, value_dim, kernel = shape[:5]
-    channels, is_scan = 2 * keys * key_dim + values * value_dim, len(shape) > 5
+    channels, kind = 2 * keys * key_dim + values * value_dim, "heads" if len(shape) == 5 else shape[5]
+    is_scan = kind == "scan"
     mixed = drawn(num_tokens, channels + 5, seed=seed, dtype=dtype)[:, :channels]
-    num_gates = values if is_scan else 2 * values
+    num_gates = 2 * values if kind == "heads" else values
     gates = drawn(num_tokens, num_gates + 3, seed=seed + 1, dtype=dtype)[:, :num_gates]
     conv = drawn(channels, kernel, seed=3, dtype=dtype)
     scan = ScanRule(drawn(channels, seed=8, dtype=dtype), drawn(values, seed=9), 0.4, 1.3) if is_scan else None
-    return DeltaInputs(mixed, gates, conv, drawn(values, seed=4), drawn(values, seed=5), scan)
+    rule, num_biases = None, values
+    if kind in ("channels", "bounded"):
+        num_biases = values * key_dim
+        own = drawn(num_tokens, num_biases + 2, seed=seed + 10, dtype=dtype)[:, :num_biases]
+        rule = ChannelRule(own, -1.5 if kind == "bounded" else None)
+    return DeltaInputs(mixed, gates, conv, drawn(num_biases, seed=4), drawn(values, seed=5), scan, rule)
+
+
+def part_of(inputs, first, last):
+    """Those of some tokens."""
+    channels, own = inputs.channels, slice(first, last)
+    part = inputs._replace(mixed=inputs.mixed[own], gates=inputs.gates[own])
+    return part if channels is None else part._replace(channels=channels._replace(gates=channels.gates[own]))
 
 
 def make_state(shape, dtype=torch.float32):
@@ -96,7 +111,7 @@ def test_decodes_are_the_references(path, shape):
     check(path, delta_decode, shape, 6, StateRows(integers(4, 1, 2), integers(1, 0, 4), integers(1, 2, 0)))
 
 
-@pytest.mark.parametrize("shape", [SMALL, SCAN], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, SCAN, CHANNELS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_decodes_in_few_bits_are_as_near_as_those_are(path, dtype, shape):
     check(path, delta_decode, shape, 3, StateRows(None, integers(3, 0, 5), integers(3, 2, 6)), dtype, 0.02)
@@ -115,23 +130,25 @@ def test_runs_are_the_references(path, shape):
     check(path, delta_prefill, shape, 148, chunks_of(ROWS), atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [SMALL, CHANNELS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_runs_in_few_bits_are_as_near_as_those_are(path, dtype):
+def test_runs_in_few_bits_are_as_near_as_those_are(path, dtype, shape):
     if path.is_device and dtype is torch.bfloat16:
         pytest.skip("the interpreter multiplies matrices of bfloat16 as integers")
-    check(path, delta_prefill, SMALL, 148, chunks_of(ROWS), dtype, 0.04)
+    check(path, delta_prefill, shape, 148, chunks_of(ROWS), dtype, 0.04)
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (63, 64, 65), (16, 32, 48, 64, 80, 96), tuple(range(1, 100))], ids=len)
-def test_outputs_and_states_do_not_depend_on_where_a_run_is_cut(path, cuts):
+@pytest.mark.parametrize("shape", [SMALL, CHANNELS, BOUNDED], ids=str)
+def test_outputs_and_states_do_not_depend_on_where_a_run_is_cut(path, cuts, shape):
     if path.is_device and len(cuts) not in (0, 3):
         pytest.skip("the interpreter takes long")
-    inputs, state = make_inputs(SMALL, 100), make_state(SMALL)
-    out, whole = torch.zeros(100, 4, 6), torch.zeros(100, 4, 6)
+    inputs, state = make_inputs(shape, 100), make_state(shape)
+    out, whole = (torch.zeros(100, shape[1], shape[3]) for _ in range(2))
     reference.delta_prefill(inputs, state, chunks_of([(0, [(100, 1)])]), whole)
     read = 0
     for first, last in pairwise((0, *cuts, 100)):
-        part = inputs._replace(mixed=inputs.mixed[first:last], gates=inputs.gates[first:last])
+        part = part_of(inputs, first, last)
         lens = [min(STATE_CHUNK, last - at) for at in range(first, last, STATE_CHUNK)]
         if last - first > 1:
             rows, op = chunks_of([(read, [(count, 2 * (at == len(lens) - 1)) for at, count in enumerate(lens)])]), delta_prefill
@@ -149,16 +166,16 @@ def test_outputs_and_states_do_not_depend_on_where_a_run_is_cut(path, cuts):
     assert torch.equal(state.conv[2], state.conv[1])
 
 
-def test_a_run_has_the_very_numbers_of_its_tokens_one_by_one(path):
+@pytest.mark.parametrize("shape", [LARGE, CHANNELS, BOUNDED], ids=str)
+def test_a_run_has_the_very_numbers_of_its_tokens_one_by_one(path, shape):
     """And whatever rows are beside it: by the compiled kernel, which has one order of operations."""
     if path.name != "compiled":
         pytest.skip("torch and Triton have a chunked form")
-    inputs, state = make_inputs(LARGE, 30), make_state(LARGE)
-    outs = torch.zeros(2, 30, 1, 64)
+    inputs, state = make_inputs(shape, 30), make_state(shape)
+    outs = torch.zeros(2, 30, shape[1], shape[3])
     delta_prefill(inputs, state, chunks_of([(0, [(20, 1)]), (3, [(10, 4)])]), outs[0])
     for token in range(20):
-        part = DeltaInputs(inputs.mixed[token:], inputs.gates[token:], *inputs[2:])
-        delta_decode(part._replace(mixed=part.mixed[:1], gates=part.gates[:1]),
+        delta_decode(part_of(inputs, token, token + 1),
                      state, StateRows(None, integers(2 * (token > 0)), integers(2)), outs[1, token : token + 1])  # fmt: skip
     assert torch.equal(outs[0, :20], outs[1, :20])
     assert torch.equal(state.memory[1], state.memory[2])
@@ -180,6 +197,27 @@ def test_the_reference_is_transformers_rule_behind_its_convolution():
     torch.testing.assert_close(out, expected[0], atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(state.memory[1], last[0], atol=2e-6, rtol=1e-5)
     assert torch.equal(state.conv[1], inputs.mixed[-3:])
+
+
+@pytest.mark.parametrize("shape", [CHANNELS, (4, 4, 8, 8, 3, "bounded")], ids=str)
+def test_the_reference_is_transformers_rule_of_channels(shape):
+    inputs, state = make_inputs(shape, 70), make_state(shape)
+    out, (keys, _, key_dim, value_dim, kernel, _) = torch.zeros(70, shape[1], shape[3]), shape
+    reference.delta_prefill(inputs, state, chunks_of([(0, [(70, 1)])]), out)
+    made = their_channels.causal_conv1d_fn(inputs.mixed.T[None], inputs.conv, activation="silu")[0].T
+    q, k, v = made.split((keys * key_dim, keys * key_dim, keys * value_dim), 1)
+    q, k, v = (each.unflatten(1, (keys, -1))[None] for each in (q, k, v))
+    grown, least = (inputs.channels.gates + inputs.decay_bias).unflatten(1, (keys, -1))[None], inputs.channels.least
+    rates = inputs.decay_log.exp()[:, None]
+    decay = -rates * torch.nn.functional.softplus(grown) if least is None else least * torch.sigmoid(rates * grown)
+    for rule in (their_channels.recurrent_kimi_delta_attention, their_channels.chunk_kimi_delta_attention):
+        expected, last = rule(
+            q, k, v, decay, inputs.gates.sigmoid()[None],
+            initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected[0], atol=5e-6, rtol=1e-5)
+        torch.testing.assert_close(state.memory[1], last[0], atol=5e-6, rtol=1e-5)
+    assert torch.equal(state.conv[1], inputs.mixed[1 - kernel :])
 
 
 def test_the_reference_is_transformers_scan_behind_its_convolution():
@@ -206,6 +244,9 @@ def test_the_gated_norm_is_the_references(path, dtype, is_behind):
     found = path(gated_norm)(x, gate, weight, 1e-2)
     atol = 1e-6 if dtype is torch.float32 else 0.03
     torch.testing.assert_close(found, reference.gated_norm(x, gate, weight, 1e-2), atol=atol, rtol=atol)
+    if not is_behind:
+        found, wanted = (run(x, gate, weight, 1e-2, is_sigmoid=True) for run in (path(gated_norm), reference.gated_norm))
+        torch.testing.assert_close(found, wanted, atol=atol, rtol=atol)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +258,8 @@ def test_the_gated_norm_is_the_references(path, dtype, is_behind):
         ({"conv": torch.zeros(56, 5)}, "window"),
         ({"decay_log": torch.zeros(4).double()}, "decay_log"),
         ({"scan": ScanRule(torch.zeros(56), torch.zeros(4), 0.0, 1.0)}, "gates"),
+        ({"channels": ChannelRule(torch.zeros(4, 32), None)}, "gates"),
+        ({"channels": ChannelRule(torch.zeros(4, 32), None), "gates": torch.zeros(4, 4)}, "channels"),
         ({"scan": ScanRule(torch.zeros(55), torch.zeros(4), 0.0, 1.0), "gates": torch.zeros(4, 4)}, "conv_bias"),
         ({"scan": ScanRule(torch.zeros(56), torch.zeros(3), 0.0, 1.0), "gates": torch.zeros(4, 4)}, "skip"),
     ],
