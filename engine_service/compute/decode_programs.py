@@ -10,6 +10,8 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import cache
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -138,14 +140,17 @@ def _find_parts(value: Any, found: dict[int, Any]) -> None:
     if isinstance(value, int) or value is None or id(value) in found:
         return
     found[id(value)] = value
-    if isinstance(value, torch.Tensor):
-        return
-    if dataclasses.is_dataclass(value):
-        parts: Iterable[Any] = (getattr(value, each.name) for each in dataclasses.fields(value))
-    else:
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
-    for part in parts:
+    for part in _find_getter(value.__class__)(value):
         _find_parts(part, found)
+
+
+@cache
+def _find_getter(kind: type) -> Callable[[Any], Iterable[Any]]:
+    """What returns the parts of a value of this type; looking at a type in each step would take as long as a small layer."""
+    if dataclasses.is_dataclass(kind):
+        names = [each.name for each in dataclasses.fields(kind)]
+        return attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, name) for name in names]
+    return dict.values if issubclass(kind, dict) else tuple if issubclass(kind, tuple) else lambda value: ()
 
 
 def _map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor], changed: dict[int, Any]) -> T:
