@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: a conversation by the model's template, with tools, and what the model thought apart from it."""
 
 import uuid
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ class ChatWriter:
         self._begun: set[int] = set()  # continuations of which something was sent
         self._calling: set[int] = set()  # those that called a tool
         self._of_prompt: OutputChunk | None = None
-        self._tokens: list[list[int]] = [[] for _ in readers]
+        self._tokens = [array("i") for _ in readers]  # which has four bytes for each
         self._thoughts: list[list[str]] = [[] for _ in readers]
         self._thinking: set[int] = set()  # continuations that said a thought last
 
