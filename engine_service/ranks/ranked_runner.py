@@ -41,7 +41,7 @@ class RankedRunner:
         """own: the first rank's part. The other ranks have the session's memory mapped."""
         self._own, self._ranks = own, ranks
         self._failed: set[int] = set()
-        self._talking = threading.Lock()  # where a step has failed, the thread that reads it waits for all ranks
+        self._talking = threading.Lock()  # of the thread that launches, and of that which reads a step that failed
         self.queue: DeviceQueue = own.queue if isinstance(own, ModelRunner) else HostQueue()
         self._has_orders = False  # of copies or transfers, which no reply came behind
         self._known_tokens = LastTokens()  # of a model that takes them from the host

@@ -83,12 +83,15 @@ def test_the_engine_takes_no_locks() -> None:
     """One task moves the sequences; its one worker thread shares nothing with it but the work that is handed over.
 
     The processes of the other ranks are watched in threads, which touch no sequence: each waits for the end of a process. A
-    lock decides which of several ends was the first, and one for each rank which thread reads what it said last.
+    lock decides which of several ends was the first, and one for each rank which thread reads what it said last. The first
+    rank talks with the others from the thread that launches steps, and where a step has failed from the one that reads it: a
+    lock keeps one exchange of messages apart from the next.
     """
     assert len(ENGINE) > 50
     found = [path for path in ENGINE if re.search(r"\bthreading\b|\bLock\(|\bSemaphore\(", path.read_text())]
     assert sorted(f"{path.parent.name}/{path.name}" for path in found) == [
         "ranks/rank_process.py",
+        "ranks/ranked_runner.py",
         "ranks/team.py",
     ]
 
