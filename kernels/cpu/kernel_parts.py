@@ -96,6 +96,17 @@ def ask(typing_context, address):
 
 
 @intrinsic
+def add_at(typing_context, address, number):
+    """Add to the int64 at an address, at once for all threads; what was there before."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
 def float_of_bits(typing_context, bits):
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -145,6 +156,17 @@ def find_share(args, num_items):
         return 0, num_items
     idx, count = ask(args[0]), ask(args[1])
     return num_items * idx // count, num_items * (idx + 1) // count
+
+
+@helper
+def take_share(args, taken_at, num_items):
+    """Further items for this thread, half-open; none where the threads have taken all.
+
+    It is an eighth of a thread's part at most, so that a thread that lacks a processor for a while leaves the rest to others.
+    """
+    most = max(num_items // (8 * count_threads(args)), 1)
+    first = min(add_at(taken_at, most), num_items)
+    return first, min(first + most, num_items)
 
 
 @helper

@@ -60,11 +60,14 @@ recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 class Launcher:
-    """Calls one kernel. Its arguments, behind the two of the threads, have the types of `layout`, q and d as in struct."""
+    """Calls one kernel. Its arguments, behind the two of the threads, have the types of `layout`, q and d as in struct.
+
+    Behind them is what threads have taken of the work, from 0 on, where the kernel has them take it: kernel_parts.take_share.
+    """
 
     def __init__(self, name: str, layout: str, find: Callable[[str, torch.dtype], int] = kernel) -> None:
         """find: the kernel's address, asked once for each dtype."""
-        self._name, self._find, self._layout = name, find, struct.Struct("qq" + layout)
+        self._name, self._find, self._layout = name, find, struct.Struct(f"qq{layout}q")
         self._functions: dict[torch.dtype, tuple[int, Callable[[bytes], None]]] = {}
 
     def __call__(self, dtype: torch.dtype, work: int, *arguments: int | float) -> None:
@@ -77,9 +80,9 @@ class Launcher:
         recording = recorder.get()
         num_threads = 1 if recording is not None else count_threads(work)
         if THREADS is None or (num_threads == 1 and recording is None):
-            packed = self._layout.pack(0, 0, *arguments)
+            packed = self._layout.pack(0, 0, *arguments, 0)
         else:
-            packed = self._layout.pack(*THREADS.addresses, *arguments)
+            packed = self._layout.pack(*THREADS.addresses, *arguments, 0)
         if recording is not None:
             recording.add(address, packed)
         elif THREADS is None or num_threads == 1:

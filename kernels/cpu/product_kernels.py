@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numba import carray
 
-from .kernel_parts import find_share, floats_at, get_or, helper, int64s_at, keep, named_kernel
+from .kernel_parts import find_share, floats_at, get_or, helper, int64s_at, keep, named_kernel, take_share
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, DEEP, FLOAT32, PANEL, find_slice, make_multiply
 
@@ -50,15 +50,18 @@ def _multiply_slice(sums_at, x_at, num_rows, num_in, blocks, bias_at, out_at, or
 @named_kernel(__name__)
 def multiply(data):
     """out [T, O] = x [T, I] W^T + bias [O] or none, of W in blocks, [ceil(O / width), room / per step, width, per step]."""
-    args = carray(data, (11,), np.int64)
+    args = carray(data, (12,), np.int64)
     x_at, num_rows, num_in, blocks, bias_at, out_at, num_out = args[2], args[3], args[4], args[5:8], args[8], args[9], args[10]
-    size = find_slice(args, blocks[1], num_out)
-    sums = np.empty(PANEL * size, np.float32)
-    first, last = find_share(args, (num_out + size - 1) // size)
-    of_weight = blocks[0], blocks[1], blocks[2]
-    for begin in range(first * size, last * size, size):
-        _multiply_slice(sums.ctypes.data, x_at, num_rows, num_in, of_weight, bias_at, out_at, 0, num_out, begin, size)
+    size, taken_at = find_slice(args, blocks[1], num_out), args.ctypes.data + 11 * 8
+    sums, of_weight = np.empty(PANEL * size, np.float32), (blocks[0], blocks[1], blocks[2])
+    num_slices = (num_out + size - 1) // size
+    first, last = take_share(args, taken_at, num_slices)
+    while first < last:
+        for begin in range(first * size, last * size, size):
+            _multiply_slice(sums.ctypes.data, x_at, num_rows, num_in, of_weight, bias_at, out_at, 0, num_out, begin, size)
+        first, last = take_share(args, taken_at, num_slices)
     keep(sums)
+    keep(args)
 
 
 @named_kernel(__name__)

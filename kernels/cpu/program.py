@@ -70,7 +70,8 @@ class _Kernels:
         # Sixteen bytes of room behind each one's arguments keep them apart from the next one's.
         kept = [ctypes.create_string_buffer(arguments, len(arguments) + 16) for _, arguments in self.calls]
         pairs = zip(kept, self.calls, strict=True)
-        calls = np.array([(address, ctypes.addressof(own)) for own, (address, _) in pairs], np.int64)
+        places = ((address, ctypes.addressof(own), len(arguments) - 8) for own, (address, arguments) in pairs)
+        calls = np.array([(address, at, at + taken) for address, at, taken in places], np.int64)
         program = kernel("run_program", torch.float32)
         of_threads = (0, 0, 0) if THREADS is None else (*THREADS.addresses, THREADS.barrier)
         packed = np.array((*of_threads, calls.ctypes.data, len(calls)), np.int64).tobytes()

@@ -5,7 +5,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from .kernel_parts import int64s_at, kernel
+from .kernel_parts import ask, int64s_at, kernel
 
 
 @intrinsic
@@ -23,12 +23,14 @@ def _call(typing_context, function, argument):
 
 @kernel
 def run_program(data):
-    """Run calls [N, 2], a kernel and its arguments each; all threads share each."""
+    """Run calls [N, 3], a kernel, its arguments and what was taken of its work each; all threads share each."""
     args = carray(data, (5,), np.int64)
     barrier, num_calls = args[2], args[4]
-    calls = int64s_at(args[3], 2 * num_calls)
+    calls = int64s_at(args[3], 3 * num_calls)
     is_alone = args[0] == 0
-    for place in range(0, 2 * num_calls, 2):
+    for place in range(0, 3 * num_calls, 3):
         _call(calls[place], calls[place + 1])
         if not is_alone:
             _call(barrier, np.int64(0))
+        if is_alone or ask(args[0]) == 0:  # for the next run, which begins behind further barriers
+            int64s_at(calls[place + 2], 1)[0] = 0
