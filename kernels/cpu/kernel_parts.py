@@ -1,9 +1,10 @@
 """What compiled kernels are made of: how numba compiles them, memory at an address, a thread's share, and e^x.
 
 Rules of all kernels. A kernel is a C function of one pointer: to a row of 8-byte arguments, of which the launcher knows the
-order. The first two are libgomp's omp_get_thread_num and omp_get_num_threads, or zeros where one thread does it all; each
-thread takes its own share of the items. A kernel trusts its arguments. Numbers that are not finite stay so: the engine looks
-for them in the logits, so no flag of fast arithmetic that forbids them is set.
+order. The first two are libgomp's omp_get_thread_num and omp_get_num_threads, or zeros where one thread does it all. Each
+thread computes its own share of the items, or takes a part of what is left as often as it gets to it; the last argument counts
+what was taken. A kernel trusts its arguments. Numbers that are not finite stay so: the engine looks for them in the logits, so
+no flag of fast arithmetic that forbids them is set.
 """
 
 import zlib

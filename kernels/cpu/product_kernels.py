@@ -1,7 +1,8 @@
 """Products of rows and a weight, compiled: out = W x + b, of rows of float32 or bfloat16.
 
 The file is loaded once for each of them, see compiled.load_kernels. A weight lies in blocks of `width` outputs, [blocks, steps,
-width, numbers of a step]: see tiles.py. Threads share the outputs, in slices of a block.
+width, numbers of a step]: see tiles.py. Threads share the outputs, in slices of a block, and take them as they get to them;
+those of experts have a share each.
 """
 
 from typing import Final
