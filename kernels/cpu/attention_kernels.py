@@ -1,8 +1,8 @@
 """Decode and prefill attention over paged keys and values, compiled, in float32 or bfloat16.
 
 The file is loaded once for each kind of number, see compiled.load_kernels. attention_tiles.py has what a tile of keys is to
-some queries. Threads share the keys that the queries of all KV heads see. In a decode, the sequences of a thread's share that
-begin with the same blocks read these together (Hydragen, Juravsky et al., arXiv 2402.05099); their tables show which do.
+some queries. In a decode, threads share the keys that the queries of all KV heads see, and the sequences of a thread's share
+that begin with the same blocks read these together (Hydragen, Juravsky et al., arXiv 2402.05099); their tables show which do.
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 
 from .attention_tiles import MOST_QUERIES, SEE_ALL, TILE, begin_queries, count_own, end_query, take_over, weigh_scores
-from .kernel_parts import find_share, helper, int32s_at, int64s_at, keep, named_kernel, prefetch
+from .kernel_parts import find_share, helper, int32s_at, int64s_at, keep, named_kernel, prefetch, take_share
 from .key_tiles import make_scores, make_sums
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, FLOAT32, LANES
@@ -235,27 +235,17 @@ def attend_decode(data):
     keep(queries)
 
 
-@helper
-def _count_keys(length, num_tokens, window, most):
-    """Keys that the tiles of a sequence's queries see, of one KV head."""
-    count = np.int64(0)
-    for tile in range(0, num_tokens, most):
-        position, tokens = length - num_tokens + tile, min(most, num_tokens - tile)
-        count += position + tokens - max(np.int64(0), position - window + 1)
-    return count
-
-
 @named_kernel(__name__)
 def attend_prefill(data):
     """out [T, N, D] of q [T, N, D]: sequence s has the queries [locs[s], locs[s + 1]), the last of its lens[s] tokens.
 
-    Each sees the `window` keys up to its own. Threads share the keys that tiles of queries see.
+    Each sees the `window` keys up to its own. Threads take tiles of queries of a KV head as they get to them.
     """
-    args, numbers = carray(data, (21,), np.int64), carray(data, (21,), np.float64)
+    args, numbers = carray(data, (22,), np.int64), carray(data, (21,), np.float64)
     q_at, q_bytes, layer_at, tables_at, table_bytes = args[2], args[3] * NUM_BYTES, args[4], args[7], args[8] * 4
     lens_at, locs_at, num_seqs, num_heads, num_kv_heads = args[9], args[10], args[11], args[12], args[13]
     size, block_size, window, out_at, logits_at = args[14], args[15], args[16], args[17], args[18]
-    scale, cap = np.float32(numbers[19]), np.float32(numbers[20])
+    scale, cap, taken_at = np.float32(numbers[19]), np.float32(numbers[20]), args.ctypes.data + 21 * 8
     group, head_bytes = num_heads // num_kv_heads, size * NUM_BYTES
     layout = args[5] * NUM_BYTES, args[6] * NUM_BYTES, num_kv_heads * head_bytes, block_size
     lens, locs = int32s_at(lens_at, num_seqs), int32s_at(locs_at, num_seqs + 1)
@@ -263,11 +253,10 @@ def attend_prefill(data):
     space = np.empty(count_common(most * group) + count_own(most * group, size), np.float32)
     common_at, queries = space.ctypes.data, np.empty(most * group, np.int64)
     own_at = common_at + count_common(most * group) * 4
-    total = np.int64(0)
+    item, num_items = np.int64(0), np.int64(0)
     for seq in range(num_seqs):
-        total += _count_keys(np.int64(lens[seq]), np.int64(locs[seq + 1] - locs[seq]), window, most)
-    share_first, share_last = find_share(args, total * num_kv_heads)
-    begin = np.int64(0)
+        num_items += (np.int64(locs[seq + 1] - locs[seq]) + most - 1) // most * num_kv_heads
+    share_first, share_last = take_share(args, taken_at, num_items)
     for seq in range(num_seqs):
         length, num_tokens = np.int64(lens[seq]), np.int64(locs[seq + 1] - locs[seq])
         table = int32s_at(tables_at + seq * table_bytes, (length + block_size - 1) // block_size)
@@ -275,8 +264,10 @@ def attend_prefill(data):
             tokens, position = min(most, num_tokens - tile), length - num_tokens + tile
             first, last = max(np.int64(0), position - window + 1), position + tokens
             for head in range(num_kv_heads):
-                is_own = share_first <= begin < share_last
-                begin += last - first
+                if item == share_last:
+                    share_first, share_last = take_share(args, taken_at, num_items)
+                is_own = share_first <= item < share_last
+                item += 1
                 if not is_own:
                     continue
                 num_queries, logits_of_head = tokens * group, np.int64(0)
@@ -294,3 +285,4 @@ def attend_prefill(data):
                     _end_queries(own_at, num_queries, token * group, (token + 1) * group, size, to, True)
     keep(space)
     keep(queries)
+    keep(args)

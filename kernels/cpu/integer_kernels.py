@@ -7,7 +7,7 @@ import numpy as np
 from numba import carray, njit
 
 from .integer_tiles import STEPS, WIDTH, make_multiply_integers
-from .kernel_parts import find_share, floats_at, greatest_magnitude, int8s_at, int32s_at, keep, kernel
+from .kernel_parts import find_share, floats_at, greatest_magnitude, int8s_at, int32s_at, keep, kernel, take_share
 from .products import GROUP
 from .tiles import DEEP, PANEL, find_slice
 
@@ -61,42 +61,50 @@ def _make_multiply_weight(bits):
     num_bytes = integer_bytes + WIDTH * (2 if bits == 8 else 4)
 
     @njit(error_model="numpy", boundscheck=False)
+    def multiply_slice(sums_at, x_at, terms_at, num_rows, num_groups, blocks_at, ends, num_out, begin, size):
+        factors_at, bias_at, out_at = ends
+        block_at, column = blocks_at + begin // WIDTH * num_groups * num_bytes, begin % WIDTH
+        count = min(size, num_out - begin)
+        factors, bias = floats_at(factors_at + begin * 4, count), floats_at(bias_at + begin * 4, count if bias_at else 0)
+        for row in range(0, num_rows, PANEL):
+            rows, done = min(np.int64(PANEL), num_rows - row), np.int64(0)
+            while done < num_groups:
+                groups, at = min(np.int64(_DEEP_GROUPS), num_groups - done), block_at + done * num_bytes
+                of_row = row * num_groups + done
+                multiply(
+                    sums_at,
+                    size * 4,
+                    x_at + of_row * GROUP,
+                    num_groups * GROUP,
+                    terms_at + of_row * 8,
+                    num_groups * 8,
+                    at + column * 4,
+                    at + integer_bytes + column * 2,
+                    num_bytes,
+                    groups,
+                    rows,
+                    size,
+                    done,
+                )
+                done += groups
+            for own in range(rows):
+                out = floats_at(out_at + ((row + own) * num_out + begin) * 4, count)
+                _finish(floats_at(sums_at + own * size * 4, count), factors, bias, out)
+
+    @njit(error_model="numpy", boundscheck=False)
     def multiply_weight(data):
-        args = carray(data, (11,), np.int64)
+        args = carray(data, (12,), np.int64)
         x_at, terms_at, num_rows, num_groups, blocks_at = args[2], args[3], args[4], args[5], args[6]
-        factors_at, bias_at, out_at, num_out = args[7], args[8], args[9], args[10]
+        ends, num_out, taken_at = (args[7], args[8], args[9]), args[10], args.ctypes.data + 11 * 8
         size = find_slice(args, np.int64(WIDTH), num_out)
-        sums = np.empty(PANEL * size, np.float32)
-        first, last = find_share(args, (num_out + size - 1) // size)
-        for begin in range(first * size, last * size, size):
-            block_at, column = blocks_at + begin // WIDTH * num_groups * num_bytes, begin % WIDTH
-            count = min(size, num_out - begin)
-            factors, bias = floats_at(factors_at + begin * 4, count), floats_at(bias_at + begin * 4, count if bias_at else 0)
-            for row in range(0, num_rows, PANEL):
-                rows, done = min(np.int64(PANEL), num_rows - row), np.int64(0)
-                while done < num_groups:
-                    groups, at = min(np.int64(_DEEP_GROUPS), num_groups - done), block_at + done * num_bytes
-                    of_row = row * num_groups + done
-                    multiply(
-                        sums.ctypes.data,
-                        size * 4,
-                        x_at + of_row * GROUP,
-                        num_groups * GROUP,
-                        terms_at + of_row * 8,
-                        num_groups * 8,
-                        at + column * 4,
-                        at + integer_bytes + column * 2,
-                        num_bytes,
-                        groups,
-                        rows,
-                        size,
-                        done,
-                    )
-                    done += groups
-                for own in range(rows):
-                    out = floats_at(out_at + ((row + own) * num_out + begin) * 4, count)
-                    _finish(sums[own * size : own * size + count], factors, bias, out)
+        sums, num_slices = np.empty(PANEL * size, np.float32), (num_out + size - 1) // size
+        first, last = take_share(args, taken_at, num_slices)
+        while first < last:
+            for begin in range(first * size, last * size, size):
+                multiply_slice(sums.ctypes.data, x_at, terms_at, num_rows, num_groups, blocks_at, ends, num_out, begin, size)
+            first, last = take_share(args, taken_at, num_slices)
         keep(sums)
+        keep(args)
 
     return multiply_weight
 

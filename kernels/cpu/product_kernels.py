@@ -1,8 +1,7 @@
 """Products of rows and a weight, compiled: out = W x + b, of rows of float32 or bfloat16.
 
 The file is loaded once for each of them, see compiled.load_kernels. A weight lies in blocks of `width` outputs, [blocks, steps,
-width, numbers of a step]: see tiles.py. Threads share the outputs, in slices of a block, and take them as they get to them;
-those of experts have a share each.
+width, numbers of a step]: see tiles.py. Threads share the outputs, in slices of a block, and take them as they get to them.
 """
 
 from typing import Final
@@ -10,7 +9,7 @@ from typing import Final
 import numpy as np
 from numba import carray
 
-from .kernel_parts import find_share, floats_at, get_or, helper, int64s_at, keep, named_kernel, take_share
+from .kernel_parts import floats_at, get_or, helper, int64s_at, keep, named_kernel, take_share
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, DEEP, FLOAT32, PANEL, find_slice, make_multiply
 
@@ -69,21 +68,29 @@ def multiply(data):
 def multiply_experts(data):
     """out [T K, O] of x [T, I] or [T K, I]: each row times the weights of its K experts; addresses [E, 2] of blocks and biases.
 
-    Threads share the outputs. Rows of one expert are copied to lie together.
+    Threads share the outputs of all experts. Rows of one expert are copied to lie together.
     """
-    args = carray(data, (12,), np.int64)
+    args = carray(data, (13,), np.int64)
     x_at, chosen_at, num_pairs, per_row, num_in, table_at = args[2], args[3], args[4], args[5], args[6], args[7]
-    width, room, out_at, num_out = args[8], args[9], args[10], args[11]
+    width, room, out_at, num_out, taken_at = args[8], args[9], args[10], args[11], args.ctypes.data + 12 * 8
     chosen, size, row_bytes = int64s_at(chosen_at, num_pairs), find_slice(args, width, num_out), num_in * NUM_BYTES
     sums, order, own = (
         np.empty(PANEL * size, np.float32),
         np.empty(num_pairs, np.int64),
         np.empty(num_pairs * row_bytes, np.uint8),
     )
-    num_experts = np.max(chosen) + 1
-    addresses = int64s_at(table_at, 2 * num_experts)
-    first, last = find_share(args, (num_out + size - 1) // size)
+    num_experts, num_slices = np.max(chosen) + 1, (num_out + size - 1) // size
+    addresses, has_rows = int64s_at(table_at, 2 * num_experts), np.zeros(num_experts, np.bool_)
+    for pair in range(num_pairs):
+        has_rows[chosen[pair]] = True
+    num_items, items_before = np.sum(has_rows) * num_slices, 0
+    first, last = take_share(args, taken_at, num_items)
     for expert in range(num_experts):
+        if not has_rows[expert]:
+            continue
+        begin_item, items_before = items_before, items_before + num_slices
+        if first >= items_before:
+            continue
         count, blocks = 0, (addresses[2 * expert], width, room)
         for pair in range(num_pairs):
             if chosen[pair] == expert:
@@ -91,9 +98,14 @@ def multiply_experts(data):
                 own_row = row_at(own.ctypes.data + count * row_bytes, num_in)
                 own_row[:] = row_at(x_at + pair // per_row * row_bytes, num_in)
                 count += 1
-        for begin in range(first * size, last * size * (count > 0), size):
-            ends = addresses[2 * expert + 1], out_at, order.ctypes.data, num_out
+        ends = addresses[2 * expert + 1], out_at, order.ctypes.data, num_out
+        while first < min(last, items_before):
+            begin = (first - begin_item) * size
             _multiply_slice(sums.ctypes.data, own.ctypes.data, count, num_in, blocks, *ends, begin, size)
+            first += 1
+            if first == last:
+                first, last = take_share(args, taken_at, num_items)
     keep(sums)
     keep(order)
     keep(own)
+    keep(args)

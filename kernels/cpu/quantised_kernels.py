@@ -14,7 +14,18 @@ from numba import carray
 
 from ..quantised.formats import BF16, FORMATS, FP8, FP16, INT4, INT8
 from .attention_tiles import SEE_ALL, TILE, begin_queries, count_own, end_query, pad, weigh_scores
-from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, keep, named_kernel
+from .kernel_parts import (
+    find_share,
+    floats_at,
+    greatest_magnitude,
+    helper,
+    int8s_at,
+    int32s_at,
+    int64s_at,
+    keep,
+    named_kernel,
+    take_share,
+)
 from .key_tiles import make_scores, make_sums
 from .number_formats import (
     bits_of_float,
@@ -210,18 +221,15 @@ def _copy_head(out_at, at, size):
 @_kernel_of_format
 def attend_decode(data):
     """out [S, N, D]: one query each over the last `window` keys, tile by tile from the tail or from stored blocks."""
-    args, numbers = carray(data, (26,), np.int64), carray(data, (26,), np.float64)
+    args, numbers = carray(data, (27,), np.int64), carray(data, (26,), np.float64)
     q_at, q_stride, layer_at, block_stride, side_bytes, elements_bytes = args[2], args[3], args[4], args[5], args[6], args[7]
     row_bytes, tail_at, tail_stride, tables_at, tail_tables_at = args[8], args[9], args[10], args[11], args[12]
     table_stride, tail_table_stride, lens_at, window = args[13], args[14], args[15], args[16]
     num_seqs, num_heads, num_kv_heads, size, block_size = args[17], args[18], args[19], args[20], args[21]
     scale, cap, out_at, logits_at = np.float32(numbers[22]), np.float32(numbers[23]), args[24], args[25]
     group, slot, elements = num_heads // num_kv_heads, num_kv_heads * size, pad(size)
-    lens, num_keys, begin = int32s_at(lens_at, num_seqs), np.int64(0), np.int64(0)
-    for seq in range(num_seqs):
-        num_keys += min(np.int64(lens[seq]), window)
-    share_first, share_last = find_share(args, num_keys * num_kv_heads)
-    share_last += share_last == num_keys * num_kv_heads  # the sequences without keys at the end
+    lens, item, num_items, taken_at = int32s_at(lens_at, num_seqs), 0, num_seqs * num_kv_heads, args.ctypes.data + 26 * 8
+    share_first, share_last = take_share(args, taken_at, num_items)
     space = np.empty(count_own(group, size) + TILE * (group + 2 * elements), np.float32)
     own_at = space.ctypes.data
     scores_at = own_at + count_own(group, size) * 4
@@ -236,8 +244,10 @@ def attend_decode(data):
         table = int32s_at(tables_at + seq * table_stride * 4, count)
         pages = int32s_at(tail_tables_at + seq * tail_table_stride * 4, count)
         for head in range(num_kv_heads):
-            is_own = share_first <= begin < share_last
-            begin += length - start
+            if item == share_last:
+                share_first, share_last = take_share(args, taken_at, num_items)
+            is_own = share_first <= item < share_last
+            item += 1
             if not is_own:
                 continue
             logits_of_head = logits_at
@@ -279,6 +289,7 @@ def attend_decode(data):
     keep(space)
     keep(lists)
     keep(queries)
+    keep(args)
 
 
 @_kernel_of_format
