@@ -90,7 +90,7 @@ class ExpertWeights:
         correction: float32 [E], added to scores where experts are chosen, not where they are weighed; None: none.
         shared: the MLP that all tokens go through beside their experts; None: none.
         shared_gate: [1, H], the sigmoid of whose product with a token weighs that; None: it counts as it is. It stays as the
-            router does.
+            router does. Packed it has a second row: oneDNN's layout of a single output is none that compiled kernels multiply.
         scales: [E], factors of what each expert gives; None: there are none.
         beside: the MLP that they are beside; None: they are in its place.
         enter, leave: [L, H] and [H, L], where experts take and give L numbers of a token, not H; None: they do not.
@@ -125,7 +125,9 @@ class ExpertWeights:
             return found
         is_widened = self.routing.is_wide and self.router.data.dtype is not torch.float32  # and packed it could not be
         router = self.router if is_widened else pack_linear(self.router)
-        shared_gate = None if self.shared_gate is None else pack_linear(self.shared_gate)
+        shared_gate = self.shared_gate
+        if shared_gate is not None:
+            shared_gate = pack_linear(LinearWeight(torch.nn.functional.pad(shared_gate.data, (0, 0, 0, 1))))
         return replace(found, tables=(gate_up, down), router=router, shared_gate=shared_gate)
 
 
@@ -156,7 +158,9 @@ def apply_mlp(
     if weights.shared is None:
         return mixed
     shared = apply_mlp(x, weights.shared, gate)
-    return add(mixed, shared if weights.shared_gate is None else weigh_by_sigmoid(shared, linear(x, weights.shared_gate)))
+    if weights.shared_gate is not None:
+        shared = weigh_by_sigmoid(shared, linear(x, weights.shared_gate)[:, :1])
+    return add(mixed, shared)
 
 
 def apply_beside(
