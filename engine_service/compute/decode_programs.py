@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter
+from types import NoneType
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -29,6 +30,7 @@ _TRY_STEPS: Final = 8  # in a row with one number of threads
 _NUM_TRIES: Final = 6
 _KEEP_STEPS: Final = 4096
 _LONGEST_S: Final = 1.0  # between steps of which one follows the other
+_LEAVES: Final = frozenset((int, bool, NoneType))
 _MOST_PROGRAMS: Final = 256  # numbers of rows and widths that are kept; the least recently used one goes
 
 
@@ -81,10 +83,23 @@ class DecodePrograms:
         return tensor if self._is_arena(tensor) else torch.zeros(_get_room(tensor), dtype=tensor.dtype)
 
     def _list_tensors(self, given: LayersInput) -> list[torch.Tensor]:
-        """The tensors in a step's columns, each once, in their order."""
-        found: dict[int, Any] = {}
-        _find_parts(given, found)
-        return [each for each in found.values() if isinstance(each, torch.Tensor) and not self._is_arena(each)]
+        """The tensors in a step's columns, each once; of equal structures in an equal order.
+
+        A list is one thing, which no step changes.
+        """
+        seen: set[int] = set()
+        tensors, rest = [], [given]
+        while rest:
+            value = rest.pop()
+            kind = value.__class__
+            if kind in _LEAVES or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if kind is torch.Tensor:
+                tensors.append(value)
+            else:
+                rest.extend(_find_getter(kind)(value))
+        return [each for each in tensors if not self._is_arena(each)]
 
     def _is_arena(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() == self._arena_at
@@ -133,15 +148,6 @@ def _get_room(tensor: torch.Tensor) -> tuple[int, ...]:
     if tensor.dim() != 2 or tensor.is_floating_point():
         return tuple(tensor.shape)
     return len(tensor), 1 << (tensor.shape[1] - 1).bit_length()
-
-
-def _find_parts(value: Any, found: dict[int, Any]) -> None:
-    """Note a value and all that it is made of, by id, each before its parts. A list is one thing, which no step changes."""
-    if isinstance(value, int) or value is None or id(value) in found:
-        return
-    found[id(value)] = value
-    for part in _find_getter(value.__class__)(value):
-        _find_parts(part, found)
 
 
 @cache
