@@ -7,10 +7,10 @@ numbered through. Nothing is sent before the engine's first part, so that what i
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 
@@ -20,6 +20,8 @@ from kvkeeper.http.engines import Engine
 from kvkeeper.http.errors import HttpError, refused
 from kvkeeper.http.fields import Generating
 from kvkeeper.http.tokens import Pieces, shown_ids
+
+T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"  # ends a stream
 _END = b"}\n\n"  # of an event
@@ -97,8 +99,12 @@ class Work:
         """What its log probabilities need, and all that was spelled before. Raises HttpError."""
         if not (chunk.logprobs or chunk.prompt_logprobs):
             return self.engine.spelled
+        return await self.wait_for(self.engine.spell(shown_ids((*chunk.logprobs, *chunk.prompt_logprobs))))
+
+    async def wait_for(self, further: Awaitable[T]) -> T:
+        """The result of what the answer needs beside the stream. Raises HttpError for a KvkeeperError."""
         try:
-            return await self.engine.spell(shown_ids((*chunk.logprobs, *chunk.prompt_logprobs)))
+            return await further
         except KvkeeperError as error:
             raise self.asked[0].failure(error) from None
 
@@ -175,10 +181,7 @@ def event(value: Mapping[str, Any]) -> bytes:
 async def _usage(work: Work, usages: Sequence[Usage]) -> dict[str, Any]:
     """Raises HttpError."""
     counts = _counts(work, sum(usage.prompt_tokens for usage in usages), sum(usage.new_tokens for usage in usages))
-    try:
-        details = await work.writer.usage_details(work.engine)
-    except KvkeeperError as error:
-        raise work.asked[0].failure(error) from None
+    details = await work.wait_for(work.writer.usage_details(work.engine))
     return counts | {"prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)}} | details
 
 

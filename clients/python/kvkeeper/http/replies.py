@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeeper.client import KvkeeperError, Usage
+from kvkeeper.client import Usage
 from kvkeeper.http.answering import Work, event, read_chunks
 from kvkeeper.http.calls import Call
 from kvkeeper.http.chats import ChatWriter, prepare
@@ -74,11 +74,8 @@ class Reply:
                     status = "incomplete" if reason == "length" else "completed"
                     for each in self._close(status):
                         yield each
-                    try:
-                        counts = _usage(chunk, await self.writer.num_reasoning(self.work.engine))
-                    except KvkeeperError as error:
-                        raise self.work.asked[0].failure(error) from None
-                    yield {"type": f"response.{status}", "response": self._response(status, counts)}
+                    num_reasoning = await self.work.wait_for(self.writer.num_reasoning(self.work.engine))
+                    yield {"type": f"response.{status}", "response": self._response(status, _usage(chunk, num_reasoning))}
                     continue
                 reason = chunk.finish_reason or reason
                 logprobs = chat_logprobs(chunk.logprobs, await self.work.spell(chunk))["content"]
