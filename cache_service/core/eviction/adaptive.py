@@ -29,7 +29,6 @@ sample is compared. Hit densities are computed anew every half turnover, in abou
 for the tree, 8 each for stamp and prefix hash, 3 for the past, 28 for ghosts.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -114,8 +113,9 @@ class AdaptivePolicy:
         if len(use.blocks):
             self._num_requests += 1
             self._num_used += len(use.blocks)
-            self._wait_anew(use.beside)
-            self._new_uses.append(replace(use, blocks=use.blocks.copy(), tokens=use.tokens.copy()))
+            if len(use.beside):
+                self._wait_anew(use.beside)
+            self._new_uses.append(use)
             self._note(len(use.blocks))
             if len(self._new_uses) == MOST_IN_BATCH:
                 self._catch_up()

@@ -21,7 +21,7 @@ class Use:
     blocks [n] from the root down, still held; tokens [n * block size] of these blocks; root: a number of its scope alone.
     beside [m]: indexed blocks of other groups of layers, and of a partial node, which share the past of the blocks at the
     places [m]. above [m]: the block that goes after each; the states of one place are a chain, as one of them is of no use
-    without the others. States that the sequence has left behind may wait.
+    without the others. States that the sequence has left behind may wait. All of it stays as it is.
     """
 
     blocks: Int32Array

@@ -10,7 +10,6 @@ blocks are remembered, and half of the last 65,000, in 1 MB, and a look at many 
 that comes and goes the last two times are.
 """
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ _SHIFT = np.uint64(29)
 _TAG_SHIFT, _SET_SHIFT = np.uint64(32), np.uint64(16)
 _TICKS = 64  # a second
 _MOST_NOTED = 64  # calls
+_LEAST_POWERS = 64
 _MOST_OF_ONE = 2  # ways that the removals of one block take
 
 
@@ -51,6 +51,8 @@ class EvictionLog:
         self._block_size = block_size
         drawn = np.random.default_rng().integers(0, 1 << 64, block_size + 1, np.uint64) | np.uint64(1)
         self._factors, self._chain = drawn[1:], drawn[0]
+        self._powers = _powers(int(self._chain), _LEAST_POWERS)  # from the first one on
+        self._inverses = _powers(pow(int(self._chain), -1, 1 << 64), _LEAST_POWERS)
         self._digest_of_node: UInt64Array = np.zeros(num_nodes + max_roots, np.uint64)
         shape = CAPACITY // WAYS, WAYS
         self._tags = np.zeros(shape, np.uint32)
@@ -86,10 +88,13 @@ class EvictionLog:
 
     def digests(self, above: int, tokens: Int32Array) -> UInt64Array:
         """[n] of blocks of which each is the parent of the next. above: of the first one's parent. tokens [n * block_size]."""
-        chain, hashes = int(self._chain), self._hash(tokens.reshape(-1, self._block_size)).tolist()
-        found = accumulate(hashes, lambda above, own: (above * chain + own) & _MASK, initial=above)
-        next(found)
-        return np.fromiter(found, np.uint64, len(hashes))
+        hashes = self._hash(tokens.reshape(-1, self._block_size))
+        if len(hashes) > len(self._powers):
+            self._powers, self._inverses = (_powers(int(each[0]), 2 * len(hashes)) for each in (self._powers, self._inverses))
+        # A digest is the one above times the chain's number, and the block's hash. Over the powers of that number, which is odd
+        # and so has an inverse, these are sums.
+        powers = self._powers[: len(hashes)]
+        return powers * (np.uint64(above) + np.cumsum(hashes * self._inverses[: len(hashes)]))
 
     def remove(self, nodes: Int32Array, cause: MatchEnd) -> None:
         """These distinct nodes left the index; of more nodes than the table holds, the last ones are remembered."""
@@ -177,3 +182,8 @@ def _last_of_each(digests: UInt64Array) -> tuple[Int64Array, Int64Array, Int64Ar
     kept, nth, kept_each = order[is_kept], nth[is_kept], np.repeat(kept_each, num_each)[is_kept]
     in_time = kept.argsort(kind="stable")
     return kept[in_time], nth[in_time], kept_each[in_time]
+
+
+def _powers(number: int, count: int) -> UInt64Array:
+    """[count] powers from the first one on, modulo 2^64."""
+    return np.cumprod(np.full(count, number, np.uint64))

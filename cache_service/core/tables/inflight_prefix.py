@@ -22,7 +22,10 @@ _STEPS_TO_COMMIT = 2  # with the second step after it, all that a step computed 
 
 
 class NextBlocks:
-    """The blocks at one place that running sequences have and do not publish yet. Those that start meanwhile are added."""
+    """The blocks at one place that running sequences have and do not publish yet.
+
+    later: slots of those that started since, by root and block, whether they have it to share or not.
+    """
 
     def __init__(self, seqs: SequenceTable, start: int, slots: Int64Array, lens: Int64Array) -> None:
         """start: tokens before the block. slots [n], lens [n]: sequences that have it, and tokens they may share."""
@@ -30,19 +33,15 @@ class NextBlocks:
         self._blocks = seqs.tokens.rows(slots)[slots, start : start + seqs.block_size]
         self._firsts = self._blocks[:, 0].copy()
         self._first_tokens = frozenset(self._firsts.tolist())
-        self._added: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
+        self.later: dict[tuple[int, bytes], list[int]] = {}
 
     def find(self, root: int, block: Int32Array) -> list[tuple[int, int]]:
         """(slot, tokens whose blocks may be shared) of each sequence with this block."""
-        found = self._added.get((root, block.tobytes()), [])
         if int(block[0]) not in self._first_tokens:  # most prompts begin as none of those that run
-            return found
+            return []
         at = ((self._firsts == block[0]) & (self._roots == root)).nonzero()[0]
         at = at[(self._blocks[at] == block).all(1)]
-        return list(zip(self._slots[at].tolist(), self._lens[at].tolist(), strict=True)) + found
-
-    def add(self, root: int, block: Int32Array, slot: int, length: int) -> None:
-        self._added.setdefault((root, block.tobytes()), []).append((slot, length))
+        return list(zip(self._slots[at].tolist(), self._lens[at].tolist(), strict=True))
 
 
 class InflightPrefixes:
@@ -61,10 +60,9 @@ class InflightPrefixes:
     def note_started(self, slot: int) -> None:
         """A sequence runs since the last one was looked up, of the same step."""
         seqs, size = self._sequences, self._sequences.block_size
+        root, tokens = int(seqs.roots[slot]), seqs.tokens.rows(slot)[slot]
         for start, blocks in self._next_blocks.items():
-            slots, lens = self._behind(start, np.array([slot]))
-            if len(slots):
-                blocks.add(int(seqs.roots[slot]), seqs.tokens.rows(slot)[slot, start : start + size], slot, int(lens[0]))
+            blocks.later.setdefault((root, tokens[start : start + size].tobytes()), []).append(slot)
 
     def length_to_come(self, slot: int, max_hit: int, owners: Mapping[int, SessionState]) -> int:
         """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
@@ -83,8 +81,11 @@ class InflightPrefixes:
         longest, unit = 0, size * seqs.new_entries.common_period
         if start not in self._next_blocks:
             self._next_blocks[start] = NextBlocks(seqs, start, *self._behind(start, seqs.running_slots()))
-        next_block = seqs.tokens.known(slot)[start : start + size]
-        for rival, length in self._next_blocks[start].find(int(seqs.roots[slot]), next_block):
+        root, next_block = int(seqs.roots[slot]), seqs.tokens.known(slot)[start : start + size]
+        rivals = self._next_blocks[start].find(root, next_block)
+        if (later := self._next_blocks[start].later.get((root, next_block.tobytes()))) is not None:
+            rivals += NextBlocks(seqs, start, *self._behind(start, np.array(later))).find(root, next_block)
+        for rival, length in rivals:
             owner = owners.get(int(seqs.owners[rival]))
             if owner is None or not self._will_publish(owner, rival, length):
                 continue

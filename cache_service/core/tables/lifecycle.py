@@ -185,8 +185,8 @@ class SequenceLifecycle:
         num_published = int(seqs.num_published[slot])
         beside, places, above = self._find_beside(slot, num_published)
         return Use(
-            blocks=seqs.tables.rows[slot, :num_published],
-            tokens=seqs.tokens.rows(slot)[slot, : num_published * self._block_size],
+            blocks=seqs.tables.rows[slot, :num_published].copy(),
+            tokens=seqs.tokens.rows(slot)[slot, : num_published * self._block_size].copy(),
             root=self._seed(slot),
             priority=int(seqs.priorities[slot]),
             num_blocks=len(seqs.tables.get(slot)),
