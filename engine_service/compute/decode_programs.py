@@ -88,10 +88,11 @@ class DecodePrograms:
         A list is one thing, which no step changes.
         """
         seen: set[int] = set()
-        tensors, rest = [], [given]
+        tensors: list[torch.Tensor] = []
+        rest: list[Any] = [given]
         while rest:
             value = rest.pop()
-            kind = value.__class__
+            kind: type = value.__class__
             if kind in _LEAVES or id(value) in seen:
                 continue
             seen.add(id(value))

@@ -94,7 +94,7 @@ class EvictionLog:
         # A digest is the one above times the chain's number, and the block's hash. Over the powers of that number, which is odd
         # and so has an inverse, these are sums.
         powers = self._powers[: len(hashes)]
-        return powers * (np.uint64(above) + np.cumsum(hashes * self._inverses[: len(hashes)]))
+        return powers * (np.uint64(above) + np.cumsum(hashes * self._inverses[: len(hashes)], dtype=np.uint64))
 
     def remove(self, nodes: Int32Array, cause: MatchEnd) -> None:
         """These distinct nodes left the index; of more nodes than the table holds, the last ones are remembered."""
@@ -186,4 +186,4 @@ def _last_of_each(digests: UInt64Array) -> tuple[Int64Array, Int64Array, Int64Ar
 
 def _powers(number: int, count: int) -> UInt64Array:
     """[count] powers from the first one on, modulo 2^64."""
-    return np.cumprod(np.full(count, number, np.uint64))
+    return np.cumprod(np.full(count, number, np.uint64), dtype=np.uint64)
