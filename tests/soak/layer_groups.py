@@ -5,6 +5,7 @@ after every step, the tables that the engine was told are compared with the pool
 with what was written for it.
 """
 
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from tests.soak.row import Counts
 from tests.support.reference.read_spans import make_spans
@@ -24,7 +25,7 @@ _SHAPES = [  # what each group reads, the blocks of the pool, tokens of a block
 def run(seed: int) -> Counts:
     """Counts items of steps; faults are cuts, hand-overs, refusals, and sessions that end with their device work under way."""
     spans, num_blocks, block_size = _SHAPES[seed % len(_SHAPES)]
-    world = GroupedWorld(seed, spans, num_blocks, block_size, ("adaptive", "lru")[seed // len(_SHAPES) % 2])
+    world = GroupedWorld(seed, spans, num_blocks, block_size, POLICY_NAMES[seed // len(_SHAPES) % len(POLICY_NAMES)])
     for _ in range(_STEPS_PER_SEED):
         world.run_step()
     return Counts(world.num_items, world.num_cut + world.num_handed + world.num_refused + world.num_ended)

@@ -5,7 +5,8 @@ child's, and among equals the queue has the child first. A block that no ended s
 running one, has the lowest key of all. Costs 8 bytes a block for the key, beside 12 an entry and 8 for the stamp.
 
 Only keys of waiting blocks have a queue, because there may be as many keys as there were uses. A block keeps its key
-while it waits, because a use changes only the keys of held blocks; so a block that leaves is counted off the right queue.
+while it waits, so a block that leaves is counted off the right queue. A use changes the keys of held blocks, and of states that
+its sequence left behind: those wait anew.
 """
 
 import heapq
@@ -13,6 +14,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from ..values.distinct import distinct
 from ..values.types import Int32Array, Int64Array
 from .block_queue import BlockQueue, Stamps, Sweeper
 from .policy import Order, Use
@@ -39,7 +41,11 @@ class KeyedPolicy(ABC):
             keys = self._new_keys(self._keys[use.blocks], use)
             self._keys[use.blocks] = np.maximum.accumulate(keys[::-1])[::-1]
             if len(use.beside):
+                waiting = distinct(use.beside[self._stamps.newest[use.beside] > 0])
+                waiting = waiting[np.argsort(self._stamps.newest[waiting])]
+                self._leave(waiting)
                 self._keys[use.beside] = self._keys[use.blocks[use.places]]
+                self._push(waiting, self._keys[waiting])
 
     def add(self, blocks: Int32Array) -> None:
         self._push(blocks, self._keys[blocks])
@@ -98,6 +104,7 @@ class KeyedPolicy(ABC):
             heapq.heappop(self._order)
         key = self._order[0]
         popped = self._queues[key].pop(count)
+        assert len(popped), "a key that has a queue has a block that waits"
         self._count_off(key, len(popped))
         return popped
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.index.partial_nodes import PartialNode, PartialNodes
 from kvkeeper.cache_service.core.inspection.queries import Queries
 from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
@@ -27,7 +28,7 @@ _SHAPES = [
     (make_spans(0, 3, 17, 6), 220, 2),
     ((*make_spans(0), ReadSpan(6, is_chunk=True)), 80, 4),
 ]
-_CASES = [(shape, policy) for shape in range(len(_SHAPES)) for policy in ("adaptive", "lru")]
+_CASES = [(shape, policy) for shape in range(len(_SHAPES)) for policy in POLICY_NAMES]
 
 
 @pytest.mark.parametrize(("shape", "policy"), todays(_CASES, 2))

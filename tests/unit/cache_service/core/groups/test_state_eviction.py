@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.eviction.credit import Credit
 from kvkeeper.cache_service.core.values.kv_spec import WHOLE, ReadSpan, state_span
 from tests.support.reference.state_replay import LOADS, NUM_BLOCKS, StateReplay
@@ -49,6 +50,14 @@ def test_adaptive_without_credit_is_lru(load: str, monkeypatch: pytest.MonkeyPat
     prompts = LOADS[load](0, 250)
     found = [StateReplay(NUM_BLOCKS[load], policy).run(prompts).hit_rate for policy in ("adaptive", "lru")]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_each_policy_evicts_states_that_sequences_left_behind(policy: str) -> None:
+    """They wait when the use of their sequence is noted, which changes their place in the order."""
+    replay = StateReplay(NUM_BLOCKS["chats"], policy).run(LOADS["chats"](0, 100))
+    assert replay.hit_rate > 0.5
+    assert not replay.manager.queries.check_invariants()
 
 
 def test_states_that_a_sequence_has_left_behind_do_not_go_first() -> None:
