@@ -6,6 +6,7 @@ skipped.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .checks import on_cuda, require, require_index, require_kv_layer, slot_rows
@@ -37,17 +38,16 @@ def plan_store(slot_mapping: torch.Tensor, kv_layer: torch.Tensor) -> StorePlan:
     if on_cuda(_OP, slot_mapping):
         return StorePlan(slot_mapping, slot_mapping, None)
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_layer.shape
-    slots, token_rows = slot_mapping.long(), None
-    if slots.numel():
-        low, high = (int(bound) for bound in torch.aminmax(slots))
-        num_slots = num_blocks * block_size
-        require(high < num_slots, _OP, "slot_mapping", "names slot {} of {}", high, num_slots)
-        if low < 0:
-            token_rows = torch.nonzero(slots >= 0).flatten()
-            slots = slots[token_rows]
+    slots, token_rows, num_slots = slot_mapping.numpy().astype(np.int64), None, num_blocks * block_size
+    highest = int(slots.max(initial=0))
+    require(highest < num_slots, _OP, "slot_mapping", "names slot {} of {}", highest, num_slots)
+    if slots.min(initial=0) < 0:
+        written = np.flatnonzero(slots >= 0)
+        slots, token_rows = slots[written], torch.from_numpy(written)
     slot_len = num_kv_heads * head_dim
-    k_rows = slots // block_size * (kv_layer.stride(0) // slot_len) + slots % block_size
-    return StorePlan(k_rows, k_rows + kv_layer.stride(1) // slot_len, token_rows)
+    blocks, offsets = np.divmod(slots, block_size)
+    k_rows = blocks * (kv_layer.stride(0) // slot_len) + offsets
+    return StorePlan(torch.from_numpy(k_rows), torch.from_numpy(k_rows + kv_layer.stride(1) // slot_len), token_rows)
 
 
 def store_kv(

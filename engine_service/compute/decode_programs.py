@@ -21,7 +21,7 @@ import torch
 from kvkeeper.kernels.cpu.launch import THREADS
 from kvkeeper.kernels.cpu.program import Memory, NotRecordable, Program, record
 
-from ..model.decoder import Layers, LayersInput, LayersOutput
+from ..model.decoder import Layers, LayersInput
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -41,13 +41,13 @@ class DecodePrograms:
         """arena: what programs read and write where it is."""
         self._arena_at = arena.untyped_storage().data_ptr()
         self._memory = Memory()
-        self._programs: OrderedDict[tuple[Any, ...], tuple[list[torch.Tensor], Program, LayersOutput]] = OrderedDict()
+        self._programs: OrderedDict[tuple[Any, ...], tuple[list[torch.Tensor], Program, torch.Tensor]] = OrderedDict()
         self._met: set[tuple[Any, ...]] = set()
         self._is_refused = False
         self._threads: dict[int, ThreadChoice] = {}  # by the number of rows, up to a power of two
         self.num_runs = 0
 
-    def run(self, layers: Layers, given: LayersInput) -> LayersOutput:
+    def run(self, layers: Layers, given: LayersInput) -> torch.Tensor:
         """What the layers make of a step that only decodes; see Decoder.forward. It is valid until the next call."""
         if self._is_refused:
             return layers(given)

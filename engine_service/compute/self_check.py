@@ -197,7 +197,9 @@ def _paged_logits(model: Model, prompts: list[_Prompt]) -> list[torch.Tensor]:
         logits = runner.forward(batch)
         assert len(logits) == len(batch.logit_rows), "as many logits as were asked for"
         for row, idx in enumerate(members):
-            found[idx].append(logits[batch.logit_start_loc[row] : batch.logit_start_loc[row + 1]])
+            found[idx].append(
+                logits[batch.logit_start_loc[row] : batch.logit_start_loc[row + 1]].clone()
+            )  # the next step reuses it
             done[idx] = ends[row]
     return [torch.cat(parts) for parts in found]
 

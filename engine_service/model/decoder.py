@@ -114,9 +114,7 @@ class LayersInput(NamedTuple):
     own: torch.Tensor | None = None
 
 
-# Of the wanted tokens [R, H] what the last layer gives, and what it is to be added to, if anything.
-LayersOutput = tuple[torch.Tensor, torch.Tensor | None]
-Layers = Callable[[LayersInput], LayersOutput]
+Layers = Callable[[LayersInput], torch.Tensor]  # [R, V], what the product with the vocabulary gives for the wanted tokens
 
 
 class Decoder:
@@ -154,7 +152,7 @@ class Decoder:
         metadata: StepAttention | StoredAttention,
         logit_rows: torch.Tensor | None,
         logits_out: torch.Tensor | None = None,
-        run_layers: Callable[[Layers, LayersInput], LayersOutput] | None = None,
+        run_layers: Callable[[Layers, LayersInput], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Compute a step's tokens, writing their K and V into the arena.
 
@@ -177,9 +175,7 @@ class Decoder:
         if self._inputs is not None:
             own = make_layer_inputs(token_ids, x, self._inputs, self.config.rms_norm_eps)
         layers, given = self._run_layers, LayersInput(x, turns, metadata, logit_rows, own)
-        x, residual = layers(given) if run_layers is None or self.watch is not None else run_layers(layers, given)
-        x, _ = rms_norm(x, self._norm, self.config.rms_norm_eps, residual)
-        logits = linear(x, self._lm_head)
+        logits = layers(given) if run_layers is None or self.watch is not None else run_layers(layers, given)
         if self.config.logit_divisor is not None:
             logits = logits / self.config.logit_divisor
         if (cap := self.config.logit_soft_cap) is not None:
@@ -205,7 +201,7 @@ class Decoder:
             return part.new_empty((len(part), 0))
         return parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
 
-    def _run_layers(self, given: LayersInput) -> LayersOutput:
+    def _run_layers(self, given: LayersInput) -> torch.Tensor:
         eps, metadata = self.config.rms_norm_eps, given.metadata
         x, own = given.x, given.own
         residual: torch.Tensor | None = None
@@ -229,7 +225,8 @@ class Decoder:
             if layer.scale is not None or layer.own_input is not None:
                 assert residual is not None, "of what was added last"
                 x, residual = self._end_layer(x, residual, layer, None if own is None else own[:, index]), None
-        return x, residual
+        x, _ = rms_norm(x, self._norm, eps, residual)
+        return linear(x, self._lm_head)
 
     def _apply_mlp(self, x: torch.Tensor, before: torch.Tensor, mlp: MlpWeights | ExpertWeights) -> torch.Tensor:
         """What the MLP gives for x, which is `before` as its norm gives it."""

@@ -82,14 +82,14 @@ def state_arrays(batch: Batch, groups: Sequence[int], block_size: int) -> dict[s
             "chunk_reads": (several, first_positions[several] - 1),
             "chunk_writes": (several[of_chunks[1]], positions),
         }
-    for group in groups:
-        for name, (rows, positions) in places.items():
-            pages = np.zeros(len(rows), np.int64)
-            if batch.group_tables is not None:
-                entries = np.maximum(positions, 0) // block_size
-                pages = np.where(positions < 0, 0, batch.group_tables[rows, group - 1, entries]).astype(np.int64)
-                assert pages[positions >= 0].all(), "the cache service grants a page where a state is read or written"
-            arrays[f"state_{name}_{group}"] = pages
+    columns = np.array(groups)[:, None] - 1
+    for name, (rows, positions) in places.items():
+        pages = np.zeros((len(groups), len(rows)), np.int64)
+        if batch.group_tables is not None:
+            is_there, entries = positions >= 0, np.maximum(positions, 0) // block_size
+            pages = np.where(is_there, batch.group_tables[rows, columns, entries], 0).astype(np.int64)
+            assert pages[:, is_there].all(), "the cache service grants a page where a state is read or written"
+        arrays |= {f"state_{name}_{group}": of_group for group, of_group in zip(groups, pages, strict=True)}
     return arrays
 
 

@@ -114,7 +114,7 @@ class HandTables:
             batch = self.batch_of(rows, [tables[member] for member in members])
             logits = self.runner.forward(batch)
             for member, first, last in zip(members, batch.logit_start_loc[:-1], batch.logit_start_loc[1:], strict=True):
-                found[member].append(logits[first:last])
+                found[member].append(logits[first:last].clone())  # the next step may use their memory
                 self.take_back_states(tables[member], done[member], done[member] + int(last - first))
                 done[member] += int(last - first)
                 if done[member] == preempt_at[member]:
