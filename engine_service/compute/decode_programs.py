@@ -1,4 +1,4 @@
-"""DecodePrograms: the layers of steps that only decode, as programs of compiled kernels (kernels/cpu/program.py).
+"""DecodePrograms: steps that only decode, from the first layer to the logits, as programs (kernels/cpu/program.py).
 
 What graphs are on a device, for a CPU: Python has no part in what happens between two layers. A program has the number of rows
 and the width of the tables built in, and reads its step from memory of its own, which each step is copied to. A model with a
