@@ -137,7 +137,7 @@ class Class:
         self.worst = max(self.worst, float((logits - expected).abs().max()))
         self.num_rows += len(positions)
         for position, row in zip(positions, logits, strict=True):
-            self.last[prompt, sequence.index, position] = row
+            self.last[prompt, sequence.index, position] = row.clone()  # the next step may use its memory
 
     def _next_token(self, sequence: Sequence) -> int:
         prompt = self.prompt_of[sequence.request]

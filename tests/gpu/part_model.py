@@ -129,7 +129,7 @@ def _logits(path: Path, shape: Shape, device: str) -> Check:
         runner = _runner(model, 3, _CONTEXT + 2)
         ranges = [(0, _CONTEXT), (_CONTEXT, _CONTEXT + 1), (_CONTEXT + 1, _CONTEXT + 2)]
         steps = [_rows(shape, 3, first, last, _CONTEXT + 2) for first, last in ranges]
-        found[label] = torch.cat([runner.forward(batch).float().cpu() for batch in steps])
+        found[label] = torch.cat([runner.forward(batch).float().cpu().clone() for batch in steps])
     errors = {name: float((found[name] - found["exact"]).norm() / found["exact"].norm()) for name in ("cpu", "device")}
     ok = errors["device"] <= max(_ALLOWED * errors["cpu"], _OTHER_EXPERTS if model.config.experts else 0.0) + 1e-3
     return Check(f"logits_{shape.name}", ok, {"error_device": errors["device"], "error_cpu": errors["cpu"]})

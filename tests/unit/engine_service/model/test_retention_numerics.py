@@ -102,7 +102,7 @@ class Tables:
                 batch = dataclasses.replace(batch, retention=BatchRetention(sinks, windows))
             logits = self.runner.forward(batch)
             for seq, first, last in zip(members, batch.logit_start_loc[:-1], batch.logit_start_loc[1:], strict=True):
-                found[seq].append(logits[first:last])
+                found[seq].append(logits[first:last].clone())  # the next step may use its memory
                 done[seq] += int(last - first)
         return [torch.cat(parts) for parts in found]
 
