@@ -15,7 +15,7 @@ import torch
 from kvkeeper.kernels.activations.add import add
 from kvkeeper.kernels.activations.gates import weigh_by_sigmoid
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
-from kvkeeper.kernels.activations.linear import linear, pack_linear
+from kvkeeper.kernels.activations.linear import is_for_tiles, linear, pack_linear
 from kvkeeper.kernels.activations.linear_float8 import Float8Weight
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
@@ -27,7 +27,9 @@ from .checkpoint.destination import Destination, take_all
 from .experts_config import Routing
 
 Weight = LinearWeight | IntegerWeight | Float8Weight
-_FEW_ROWS: Final = 256  # with more, what Python does for each expert is little beside its product
+_FEW_ROWS: Final = (
+    256  # with more, what Python does for each expert is little beside a product by a processor's units for tiles
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ def apply_mlp(
     given, taken = None, x if weights.enter is None else linear(x, weights.enter)
     if weights.routing.weighs_inputs:
         given, shares = (taken[:, None] * shares[..., None]).flatten(0, 1), torch.ones_like(shares)
-    if weights.tables is not None and len(x) <= _FEW_ROWS and compiled.serves(x) and taken.is_contiguous():
+    are_together = len(x) <= _FEW_ROWS or not is_for_tiles(x)
+    if weights.tables is not None and are_together and compiled.serves(x) and taken.is_contiguous():
         gate_up, down = weights.tables
         mixed = mix(multiply_experts(gate(multiply_experts(taken, chosen, gate_up)), chosen, down), shares)
     elif len(x) == 1 and weights.stacked is None:  # nothing to sort

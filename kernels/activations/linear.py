@@ -85,14 +85,14 @@ def linear(x: torch.Tensor, weight: LinearWeight | IntegerWeight | Float8Weight)
     on_cuda(_OP, x)
     fits = x.shape[-1] == weight.data.shape[1] and x.dtype == weight.data.dtype
     require(fits, _OP, "x", "{} {} does not fit {}", x.dtype, x.shape, weight.data.shape)
-    if weight.blocks is not None and compiled.serves(x) and x.is_contiguous() and not _is_for_tiles(x):
+    if weight.blocks is not None and compiled.serves(x) and x.is_contiguous() and not is_for_tiles(x):
         return multiply(x, weight.blocks, weight.bias, weight.data.shape[0])
     if weight.packed:
         return torch.ops.mkldnn._linear_pointwise(x, weight.data, weight.bias, "none", [], "")
     return torch.nn.functional.linear(x, weight.data, weight.bias)
 
 
-def _is_for_tiles(x: torch.Tensor) -> bool:
+def is_for_tiles(x: torch.Tensor) -> bool:
     """Whether oneDNN multiplies these rows with units that the compiled kernel does not use."""
     return x.dtype is torch.bfloat16 and x.numel() > _FEW_ROWS * x.shape[-1] and _has_tiles()
 

@@ -112,7 +112,7 @@ def test_what_a_program_could_not_do_again_is_refused_by_name(compute, name):
 def test_a_product_of_torch_is_run_between_kernels(monkeypatch):
     weight = pack_linear(LinearWeight(torch.randn(40, 16)))
     assert weight.packed
-    monkeypatch.setattr("kvkeeper.kernels.activations.linear._is_for_tiles", lambda _: True)
+    monkeypatch.setattr("kvkeeper.kernels.activations.linear.is_for_tiles", lambda _: True)
     x, norm = torch.randn(3, 16), torch.randn(40)
     program, out = record(lambda: rms_norm(linear(x, weight), norm, 1e-5)[0], Memory())
     x.copy_(torch.randn(3, 16))
