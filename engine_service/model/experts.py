@@ -20,7 +20,7 @@ from kvkeeper.kernels.activations.linear_float8 import Float8Weight
 from kvkeeper.kernels.activations.linear_integers import IntegerWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.cpu import compiled
-from kvkeeper.kernels.cpu.experts import ExpertTable, choose, make_table, mix, multiply_experts
+from kvkeeper.kernels.cpu.experts import ExpertTable, IntegerTable, choose, make_table, mix, multiply_experts
 from kvkeeper.kernels.types import LinearWeight
 
 from .checkpoint.destination import Destination, take_all
@@ -110,7 +110,7 @@ class ExpertWeights:
     beside: BesideWeights | None = None
     enter: Weight | None = None
     leave: Weight | None = None
-    tables: tuple[ExpertTable, ExpertTable] | None = None
+    tables: tuple[ExpertTable | IntegerTable, ExpertTable | IntegerTable] | None = None
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "ExpertWeights":
         enter, leave = (None if each is None else pack(each) for each in (self.enter, self.leave))

@@ -36,6 +36,8 @@ _OF_ONE: Final = {
     "quantise_rows": "integer_kernels",
     "multiply_int8": "integer_kernels",
     "multiply_int4": "integer_kernels",
+    "multiply_experts_int8": "integer_kernels",
+    "multiply_experts_int4": "integer_kernels",
     "penalise": "penalty_kernels",
     "run_program": "program_kernels",
 }

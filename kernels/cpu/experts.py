@@ -1,15 +1,17 @@
 """Experts, compiled: how rows choose them, and their products, all in one launch, without a look at who was chosen."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..types import LinearWeight
 from .launch import Launcher
+from .products import IntegerBlocks, quantise_rows
 
 _choose = Launcher("choose", "q" * 10 + "dd")
 _multiply = Launcher("multiply_experts", "q" * 10)
+_multiply_integers = {bits: Launcher(f"multiply_experts_int{bits}", "q" * 9) for bits in (8, 4)}
 _mix = Launcher("mix", "q" * 6)
 
 
@@ -22,15 +24,32 @@ class ExpertTable(NamedTuple):
     num_out: int
 
 
-def make_table(weights: Iterable[object]) -> ExpertTable | None:
+class IntegerTable(NamedTuple):
+    """The same of weights of `bits` bits. addresses: int64 [E, 3], of blocks, factors and biases; 0: there is none."""
+
+    addresses: torch.Tensor
+    bits: int
+    num_out: int
+
+
+def make_table(weights: Iterable[Any]) -> ExpertTable | IntegerTable | None:
     """The table of packed weights of one shape, which have to stay; None: the kernels do not multiply them."""
-    rows, shapes = [], set()
+    rows, shapes, kinds = [], set(), set()
     for weight in weights:
-        if not isinstance(weight, LinearWeight) or weight.blocks is None:
+        bias_at = 0 if weight.bias is None else weight.bias.data_ptr()
+        if isinstance(weight.blocks, IntegerBlocks):
+            rows.append((weight.blocks.blocks.data_ptr(), weight.blocks.factors.data_ptr(), bias_at))
+            shapes.add((weight.blocks.bits, len(weight.blocks.factors)))
+        elif isinstance(weight, LinearWeight) and weight.blocks is not None:
+            rows.append((weight.blocks.address, bias_at))
+            shapes.add((*weight.blocks[1:], weight.data.shape[0]))
+        else:
             return None
-        rows.append((weight.blocks.address, 0 if weight.bias is None else weight.bias.data_ptr()))
-        shapes.add((*weight.blocks[1:], weight.data.shape[0]))
-    return ExpertTable(torch.tensor(rows), *shapes.pop()) if len(shapes) == 1 else None
+        kinds.add(type(weight))
+    if len(shapes) != 1 or len(kinds) != 1:
+        return None
+    table = IntegerTable if len(rows[0]) == 3 else ExpertTable
+    return table(torch.tensor(rows), *shapes.pop())
 
 
 def choose(
@@ -55,14 +74,20 @@ def choose(
     return shares, chosen
 
 
-def multiply_experts(x: torch.Tensor, chosen: torch.Tensor, table: ExpertTable) -> torch.Tensor:
+def multiply_experts(x: torch.Tensor, chosen: torch.Tensor, table: ExpertTable | IntegerTable) -> torch.Tensor:
     """[T K, O] of the experts chosen [T, K]: x [T, I], or [T K, I], a row for each of them, times each one's weight."""
-    addresses, width, room, num_out = table
-    num_pairs, num_in = chosen.numel(), x.shape[1]
+    num_pairs, num_in, num_out = chosen.numel(), x.shape[1], table.num_out
     out = torch.empty((num_pairs, num_out), dtype=x.dtype)
-    if num_pairs:
-        pairs = x.data_ptr(), chosen.data_ptr(), num_pairs, num_pairs // len(x), num_in
-        _multiply(x.dtype, num_pairs * num_in * num_out, *pairs, addresses.data_ptr(), width, room, out.data_ptr(), num_out)
+    if not num_pairs:
+        return out
+    work, ends = num_pairs * num_in * num_out, (out.data_ptr(), num_out)
+    pairs, table_at = (chosen.data_ptr(), num_pairs, num_pairs // len(x)), table.addresses.data_ptr()
+    if isinstance(table, IntegerTable):
+        rows, terms = quantise_rows(x)
+        of_rows = rows.data_ptr(), terms.data_ptr()
+        _multiply_integers[table.bits](x.dtype, work, *of_rows, *pairs, rows.shape[1], table_at, *ends)
+    else:
+        _multiply(x.dtype, work, x.data_ptr(), *pairs, num_in, table_at, table.width, table.room, *ends)
     return out
 
 

@@ -7,7 +7,19 @@ import numpy as np
 from numba import carray, njit
 
 from .integer_tiles import STEPS, WIDTH, make_multiply_integers
-from .kernel_parts import find_share, floats_at, greatest_magnitude, int8s_at, int32s_at, keep, kernel, take_share
+from .kernel_parts import (
+    find_share,
+    floats_at,
+    get_or,
+    greatest_magnitude,
+    int8s_at,
+    int32s_at,
+    int64s_at,
+    keep,
+    kernel,
+    order_by_expert,
+    take_share,
+)
 from .products import GROUP
 from .tiles import DEEP, PANEL, find_slice
 
@@ -55,13 +67,13 @@ def _finish(sums, factors, bias, out):
         out[i] += bias[i]
 
 
-def _make_multiply_weight(bits):
-    """The helper that is a kernel of weights of so many bits, see multiply_int8."""
+def _make_products(bits):
+    """The helpers that are the kernels of weights of so many bits, see multiply_int8 and multiply_experts_int8."""
     multiply, integer_bytes = make_multiply_integers(bits), WIDTH * GROUP * bits // 8
     num_bytes = integer_bytes + WIDTH * (2 if bits == 8 else 4)
 
     @njit(error_model="numpy", boundscheck=False)
-    def multiply_slice(sums_at, x_at, terms_at, num_rows, num_groups, blocks_at, ends, num_out, begin, size):
+    def multiply_slice(sums_at, x_at, terms_at, num_rows, num_groups, blocks_at, ends, order_at, num_out, begin, size):
         factors_at, bias_at, out_at = ends
         block_at, column = blocks_at + begin // WIDTH * num_groups * num_bytes, begin % WIDTH
         count = min(size, num_out - begin)
@@ -88,7 +100,8 @@ def _make_multiply_weight(bits):
                 )
                 done += groups
             for own in range(rows):
-                out = floats_at(out_at + ((row + own) * num_out + begin) * 4, count)
+                place = get_or(order_at, row + own, row + own)
+                out = floats_at(out_at + (place * num_out + begin) * 4, count)
                 _finish(floats_at(sums_at + own * size * 4, count), factors, bias, out)
 
     @njit(error_model="numpy", boundscheck=False)
@@ -101,15 +114,60 @@ def _make_multiply_weight(bits):
         first, last = take_share(args, taken_at, num_slices)
         while first < last:
             for begin in range(first * size, last * size, size):
-                multiply_slice(sums.ctypes.data, x_at, terms_at, num_rows, num_groups, blocks_at, ends, num_out, begin, size)
+                multiply_slice(sums.ctypes.data, x_at, terms_at, num_rows, num_groups, blocks_at, ends, 0, num_out, begin, size)
             first, last = take_share(args, taken_at, num_slices)
         keep(sums)
         keep(args)
 
-    return multiply_weight
+    @njit(error_model="numpy", boundscheck=False)
+    def multiply_experts(data):
+        args = carray(data, (12,), np.int64)
+        x_at, terms_at, chosen_at, num_pairs, per_row, num_groups, table_at = (
+            args[2],
+            args[3],
+            args[4],
+            args[5],
+            args[6],
+            args[7],
+            args[8],
+        )
+        out_at, num_out, taken_at = args[9], args[10], args.ctypes.data + 11 * 8
+        size, row_bytes = find_slice(args, np.int64(WIDTH), num_out), num_groups * GROUP
+        sums = np.empty(PANEL * size, np.float32)
+        own, own_terms = np.empty(num_pairs * row_bytes, np.int8), np.empty(num_pairs * num_groups, np.int64)
+        order, begins = order_by_expert(int64s_at(chosen_at, num_pairs))
+        num_slices, addresses = (num_out + size - 1) // size, int64s_at(table_at, 3 * (len(begins) - 1))
+        end_item, num_items = 0, np.sum(begins[1:] > begins[:-1]) * num_slices
+        first, last = take_share(args, taken_at, num_items)
+        for expert in range(len(begins) - 1):
+            count = begins[expert + 1] - begins[expert]
+            begin_item, end_item = end_item, end_item + num_slices * (count > 0)
+            if first >= end_item:
+                continue
+            for row in range(count):
+                source = order[begins[expert] + row] // per_row
+                own[row * row_bytes : (row + 1) * row_bytes] = int8s_at(x_at + source * row_bytes, row_bytes)
+                terms = int64s_at(terms_at + source * num_groups * 8, num_groups)
+                own_terms[row * num_groups : (row + 1) * num_groups] = terms
+            blocks_at, ends = addresses[3 * expert], (addresses[3 * expert + 1], addresses[3 * expert + 2], out_at)
+            rows, order_at = (own.ctypes.data, own_terms.ctypes.data, count), order.ctypes.data + begins[expert] * 8
+            while first < min(last, end_item):
+                begin = (first - begin_item) * size
+                multiply_slice(sums.ctypes.data, *rows, num_groups, blocks_at, ends, order_at, num_out, begin, size)
+                first += 1
+                if first == last:
+                    first, last = take_share(args, taken_at, num_items)
+        keep(sums)
+        keep(own)
+        keep(own_terms)
+        keep(order)
+        keep(args)
+
+    return multiply_weight, multiply_experts
 
 
-_multiply_8, _multiply_4 = _make_multiply_weight(8), _make_multiply_weight(4)
+_multiply_8, _multiply_experts_8 = _make_products(8)
+_multiply_4, _multiply_experts_4 = _make_products(4)
 
 
 @kernel
@@ -122,3 +180,18 @@ def multiply_int8(data):
 def multiply_int4(data):
     """The same of W in groups of 4 bits."""
     _multiply_4(data)
+
+
+@kernel
+def multiply_experts_int8(data):
+    """out [T K, O] of rows of quantise_rows of x [T, I] or [T K, I]: each row times the weights of its K experts.
+
+    Of each expert the addresses of its W in groups of 8 bits, its factors and its bias, [E, 3]. See multiply_experts of floats.
+    """
+    _multiply_experts_8(data)
+
+
+@kernel
+def multiply_experts_int4(data):
+    """The same of W in groups of 4 bits."""
+    _multiply_experts_4(data)

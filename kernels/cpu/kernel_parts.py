@@ -171,6 +171,21 @@ def take_share(args, taken_at, num_items):
 
 
 @helper
+def order_by_expert(chosen):
+    """Pairs in the order of their experts, and where those of each expert begin [E + 1], up to the last that is chosen."""
+    begins = np.zeros(np.max(chosen) + 2, np.int64)
+    for pair in range(len(chosen)):
+        begins[chosen[pair] + 1] += 1
+    for expert in range(1, len(begins)):
+        begins[expert] += begins[expert - 1]
+    order, places = np.empty(len(chosen), np.int64), begins.copy()
+    for pair in range(len(chosen)):
+        order[places[chosen[pair]]] = pair
+        places[chosen[pair]] += 1
+    return order, begins
+
+
+@helper
 def get_or(address, place, other):
     """A column's number, or where there is no column the other one."""
     return other if address == 0 else int64s_at(address, place + 1)[place]

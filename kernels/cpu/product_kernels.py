@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numba import carray
 
-from .kernel_parts import floats_at, get_or, helper, int64s_at, keep, named_kernel, take_share
+from .kernel_parts import floats_at, get_or, helper, int64s_at, keep, named_kernel, order_by_expert, take_share
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, DEEP, FLOAT32, PANEL, find_slice, make_multiply
 
@@ -73,33 +73,22 @@ def multiply_experts(data):
     args = carray(data, (13,), np.int64)
     x_at, chosen_at, num_pairs, per_row, num_in, table_at = args[2], args[3], args[4], args[5], args[6], args[7]
     width, room, out_at, num_out, taken_at = args[8], args[9], args[10], args[11], args.ctypes.data + 12 * 8
-    chosen, size, row_bytes = int64s_at(chosen_at, num_pairs), find_slice(args, width, num_out), num_in * NUM_BYTES
-    sums, order, own = (
-        np.empty(PANEL * size, np.float32),
-        np.empty(num_pairs, np.int64),
-        np.empty(num_pairs * row_bytes, np.uint8),
-    )
-    num_experts, num_slices = np.max(chosen) + 1, (num_out + size - 1) // size
-    addresses, has_rows = int64s_at(table_at, 2 * num_experts), np.zeros(num_experts, np.bool_)
-    for pair in range(num_pairs):
-        has_rows[chosen[pair]] = True
-    num_items, items_before = np.sum(has_rows) * num_slices, 0
+    size, row_bytes = find_slice(args, width, num_out), num_in * NUM_BYTES
+    sums, own = np.empty(PANEL * size, np.float32), np.empty(num_pairs * row_bytes, np.uint8)
+    order, begins = order_by_expert(int64s_at(chosen_at, num_pairs))
+    num_slices, addresses = (num_out + size - 1) // size, int64s_at(table_at, 2 * (len(begins) - 1))
+    end_item, num_items = 0, np.sum(begins[1:] > begins[:-1]) * num_slices
     first, last = take_share(args, taken_at, num_items)
-    for expert in range(num_experts):
-        if not has_rows[expert]:
+    for expert in range(len(begins) - 1):
+        count, blocks = begins[expert + 1] - begins[expert], (addresses[2 * expert], width, room)
+        begin_item, end_item = end_item, end_item + num_slices * (count > 0)
+        if first >= end_item:
             continue
-        begin_item, items_before = items_before, items_before + num_slices
-        if first >= items_before:
-            continue
-        count, blocks = 0, (addresses[2 * expert], width, room)
-        for pair in range(num_pairs):
-            if chosen[pair] == expert:
-                order[count] = pair
-                own_row = row_at(own.ctypes.data + count * row_bytes, num_in)
-                own_row[:] = row_at(x_at + pair // per_row * row_bytes, num_in)
-                count += 1
-        ends = addresses[2 * expert + 1], out_at, order.ctypes.data, num_out
-        while first < min(last, items_before):
+        for row in range(count):
+            own_row = row_at(own.ctypes.data + row * row_bytes, num_in)
+            own_row[:] = row_at(x_at + order[begins[expert] + row] // per_row * row_bytes, num_in)
+        ends = addresses[2 * expert + 1], out_at, order.ctypes.data + begins[expert] * 8, num_out
+        while first < min(last, end_item):
             begin = (first - begin_item) * size
             _multiply_slice(sums.ctypes.data, own.ctypes.data, count, num_in, blocks, *ends, begin, size)
             first += 1

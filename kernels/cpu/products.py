@@ -85,15 +85,22 @@ def _pack_halves(numbers: torch.Tensor, width: int) -> torch.Tensor:
     return padded.half().view(-1, width, numbers.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
 
 
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers int8 [T, groups, GROUP] of float32 x [..., I], contiguous, and the terms of each group, 8 bytes."""
+    num_in = x.shape[-1]
+    num_rows, num_groups = x.numel() // num_in, -(-num_in // GROUP)
+    rows, terms = torch.empty((num_rows, num_groups, GROUP), dtype=torch.int8), torch.empty((num_rows, num_groups, 2))
+    _quantise(x.dtype, x.numel(), x.data_ptr(), num_rows, num_in, rows.data_ptr(), terms.data_ptr())
+    return rows, terms
+
+
 def multiply_integers(x: torch.Tensor, weight: IntegerBlocks, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + bias, float32 [..., O] of float32 x [..., I], contiguous, whose rows are quantised."""
     num_out, num_in = len(weight.factors), x.shape[-1]
     num_rows, num_groups = x.numel() // num_in, weight.blocks.shape[1]
     out = torch.empty((*x.shape[:-1], num_out))
     if num_rows:
-        rows = torch.empty((num_rows, num_groups, GROUP), dtype=torch.int8)
-        terms = torch.empty((num_rows, num_groups, 2))
-        _quantise(x.dtype, x.numel(), x.data_ptr(), num_rows, num_in, rows.data_ptr(), terms.data_ptr())
+        rows, terms = quantise_rows(x)
         of_rows = rows.data_ptr(), terms.data_ptr(), num_rows, num_groups
         of_weight = weight.blocks.data_ptr(), weight.factors.data_ptr(), 0 if bias is None else bias.data_ptr()
         launch = _multiply_int8 if weight.bits == 8 else _multiply_int4

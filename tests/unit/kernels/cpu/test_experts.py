@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.activations.linear_integers import linear_integers, quantise_linear
 from kvkeeper.kernels.cpu.experts import choose, make_table, mix, multiply_experts
 from kvkeeper.kernels.cpu.products import RowBlocks
 from kvkeeper.kernels.types import LinearWeight
@@ -85,6 +86,27 @@ def test_rows_meet_the_weights_of_their_experts_and_are_added_up(num_rows, num_i
     torch.testing.assert_close(made.float(), expected.flatten(0, 1), **tolerance)
     torch.testing.assert_close(multiply_experts(x.repeat_interleave(3, 0), chosen, table), made, rtol=0, atol=0)
     torch.testing.assert_close(mix(made, shares).float(), (expected * shares[..., None].float()).sum(1), **tolerance)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("num_rows", "num_in", "num_out"), [(1, 16, 40), (7, 70, 200), (700, 64, 33)])
+def test_experts_of_integers_give_each_row_what_it_gets_alone(num_rows, num_in, num_out, has_bias, bits):
+    dense = [LinearWeight(torch.randn(num_out, num_in), torch.randn(num_out) if has_bias else None) for _ in range(9)]
+    weights = [quantise_linear(weight, bits) for weight in dense]
+    table, x = make_table(weights), torch.randn(num_rows, num_in)
+    chosen = torch.stack([torch.randperm(8)[:3] for _ in range(num_rows)])  # the ninth rests
+    of_all = torch.stack([linear_integers(x, weight) for weight in weights], 1)
+    expected = of_all[torch.arange(num_rows)[:, None], chosen].flatten(0, 1)
+    assert torch.equal(multiply_experts(x, chosen, table), expected)
+    assert torch.equal(multiply_experts(x.repeat_interleave(3, 0), chosen, table), expected)
+
+
+def test_weights_of_several_kinds_have_no_table():
+    dense = LinearWeight(torch.randn(40, 32))
+    assert make_table([quantise_linear(dense, 8), quantise_linear(dense, 4)]) is None
+    assert make_table([quantise_linear(dense, 8), pack_by_hand(dense.data, None)[0]]) is None
+    assert make_table([dense]) is None
 
 
 def test_a_step_without_rows_gives_none():
