@@ -7,13 +7,13 @@ help text of a family of GetStatsResponse is the comment of its field.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvkeeper.engine.v1.engine_service_pb2_comments import COMMENTS
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.utils import floatToGoString
 
 from kvkeeper.common.service.metrics import build_info
 from kvkeeper.common.service.output import num_dropped_lines
+from kvkeeper.engine.v1.engine_service_pb2_comments import COMMENTS
 
 from ..compute.served_model import ServedModel
 from ..loop.engine import Engine

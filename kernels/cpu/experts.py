@@ -34,7 +34,8 @@ class IntegerTable(NamedTuple):
 
 def make_table(weights: Iterable[Any]) -> ExpertTable | IntegerTable | None:
     """The table of packed weights of one shape, which have to stay; None: the kernels do not multiply them."""
-    rows, shapes, kinds = [], set(), set()
+    rows: list[tuple[int, ...]] = []
+    shapes = set[tuple[int, ...]]()
     for weight in weights:
         bias_at = 0 if weight.bias is None else weight.bias.data_ptr()
         if isinstance(weight.blocks, IntegerBlocks):
@@ -45,11 +46,10 @@ def make_table(weights: Iterable[Any]) -> ExpertTable | IntegerTable | None:
             shapes.add((*weight.blocks[1:], weight.data.shape[0]))
         else:
             return None
-        kinds.add(type(weight))
-    if len(shapes) != 1 or len(kinds) != 1:
+    if len(shapes) != 1:
         return None
-    table = IntegerTable if len(rows[0]) == 3 else ExpertTable
-    return table(torch.tensor(rows), *shapes.pop())
+    (shape,), addresses = shapes, torch.tensor(rows)
+    return IntegerTable(addresses, *shape) if len(shape) == 2 else ExpertTable(addresses, *shape)
 
 
 def choose(

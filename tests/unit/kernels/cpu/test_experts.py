@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.activations.linear_integers import linear_integers, quantise_linear
+from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.experts import choose, make_table, mix, multiply_experts
 from kvkeeper.kernels.cpu.products import RowBlocks
 from kvkeeper.kernels.types import LinearWeight
