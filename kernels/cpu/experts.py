@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..types import LinearWeight
 from .launch import Launcher
-from .products import IntegerBlocks, quantise_rows
+from .products import IntegerBlocks, RowBlocks, quantise_rows
 
 _choose = Launcher("choose", "q" * 10 + "dd")
 _multiply = Launcher("multiply_experts", "q" * 10)
@@ -37,13 +36,14 @@ def make_table(weights: Iterable[Any]) -> ExpertTable | IntegerTable | None:
     rows: list[tuple[int, ...]] = []
     shapes = set[tuple[int, ...]]()
     for weight in weights:
+        blocks = getattr(weight, "blocks", None)  # of 8-bit floats there are none
         bias_at = 0 if weight.bias is None else weight.bias.data_ptr()
-        if isinstance(weight.blocks, IntegerBlocks):
-            rows.append((weight.blocks.blocks.data_ptr(), weight.blocks.factors.data_ptr(), bias_at))
-            shapes.add((weight.blocks.bits, len(weight.blocks.factors)))
-        elif isinstance(weight, LinearWeight) and weight.blocks is not None:
-            rows.append((weight.blocks.address, bias_at))
-            shapes.add((*weight.blocks[1:], weight.data.shape[0]))
+        if isinstance(blocks, IntegerBlocks):
+            rows.append((blocks.blocks.data_ptr(), blocks.factors.data_ptr(), bias_at))
+            shapes.add((blocks.bits, len(blocks.factors)))
+        elif isinstance(blocks, RowBlocks):
+            rows.append((blocks.address, bias_at))
+            shapes.add((*blocks[1:], weight.data.shape[0]))
         else:
             return None
     if len(shapes) != 1:
