@@ -197,9 +197,8 @@ def _paged_logits(model: Model, prompts: list[_Prompt]) -> list[torch.Tensor]:
         logits = runner.forward(batch)
         assert len(logits) == len(batch.logit_rows), "as many logits as were asked for"
         for row, idx in enumerate(members):
-            found[idx].append(
-                logits[batch.logit_start_loc[row] : batch.logit_start_loc[row + 1]].clone()
-            )  # the next step reuses it
+            first, last = batch.logit_start_loc[row : row + 2]
+            found[idx].append(logits[first:last].clone())  # the next step may use their memory
             done[idx] = ends[row]
     return [torch.cat(parts) for parts in found]
 

@@ -27,9 +27,7 @@ from .checkpoint.destination import Destination, take_all
 from .experts_config import Routing
 
 Weight = LinearWeight | IntegerWeight | Float8Weight
-_FEW_ROWS: Final = (
-    256  # with more, what Python does for each expert is little beside a product by a processor's units for tiles
-)
+_FEW_ROWS: Final = 256  # with more, a processor's units for tiles gain more than Python costs for each expert
 
 
 @dataclass(frozen=True, slots=True)
